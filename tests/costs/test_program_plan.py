@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import mesh_utils
 
 import zero
 from zero.base.errors import UnknownTopology
@@ -120,6 +121,54 @@ def test_a_mesh_of_a_topology() -> None:
     assert reduced == 2 * 1024 * 512 * 4 * 3 // 4  # an all-reduce over four devices
 
 
+def spread(devices: Any, *axes: str | None) -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.reshape(devices, (2, 4)), ("data", "model"))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+
+def test_a_mesh_of_virtual_cpus_is_replaced() -> None:
+    """A program that makes its mesh of `jax.devices()`, with its arrays on CPUs: as if it were made on the slice."""
+    whole = jax.sharding.PartitionSpec()
+
+    def step_on(devices: Any) -> tuple[Any, ...]:
+        inner = spread(devices, "data")
+
+        def product(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = jax.lax.with_sharding_constraint(x @ kernel, inner)
+            mean = jax.shard_map(
+                lambda y: jax.lax.pmean(y, "data"), mesh=inner.mesh, in_specs=inner.spec, out_specs=whole
+            )
+            return mean(y), kernel + 1
+
+        shapes = (
+            jax.ShapeDtypeStruct((2048, 1024), jnp.float32, sharding=spread(devices, "data", "model")),
+            jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=spread(devices, "model")),
+        )
+        return jax.jit(product, donate_argnums=1), *shapes
+
+    step, *shapes = step_on(jax.devices())
+    found = zero.plan(step, *shapes, topology="v5e-8")
+    in_place = mesh_utils.create_device_mesh((2, 4), zero.topology("v5e-8"))
+    expected = zero.plan(*step_on(in_place), topology="v5e-8")
+    assert found.seconds == expected.seconds and found.peak_bytes == expected.peak_bytes
+    assert found.collectives == expected.collectives and len(found.collectives) > 0
+    assert expected.unknowns == () and "the order of devices on a TPU: here that of jax.make_mesh" in found.unknowns
+    elsewhere = zero.plan(step, *shapes, topology="v6e-8")  # what jax has in its cache is as it was
+    assert elsewhere.device_kind == "TPU v6 lite" and elsewhere.unknowns == found.unknowns
+
+
+def test_arrays_on_several_devices_keep_their_shardings() -> None:
+    x = jax.device_put(jnp.ones((1 << 10, 1 << 10)), spread(jax.devices(), "data", "model"))
+    with jax.set_mesh(x.sharding.mesh):
+        found = zero.plan(jax.jit(lambda x: x.sum()), x, topology="v5e-8")
+    assert Holder("x", (1 << 22) // DEVICES) in found.holders
+
+
+def test_a_random_key_and_a_chip_alone() -> None:
+    found = zero.plan(jax.jit(jax.random.normal, static_argnums=1), jax.random.key(0), (512, 512), topology="v5e-1")
+    assert found.devices == 1 and found.peak_bytes >= 1 << 20
+
+
 @pytest.mark.parametrize(
     ("topology", "says"),
     [
@@ -145,8 +194,13 @@ def test_mistakes_are_named() -> None:
         zero.plan(step, params, state, jax.ShapeDtypeStruct((4, *batch.shape[1:]), batch.dtype), topology="v5e-8")
     with pytest.raises(TypeError, match=r"expected a function made by jax.pmap or jax.jit, got int"):
         zero.plan(3, topology="v5e-8")
-    with pytest.raises(ValueError, match="the program is for cpu: give its arguments shardings of a mesh"):
+    with pytest.raises(
+        ValueError, match=r"the program is for 1 CPU, the topology has 8 devices: make its mesh of zero"
+    ):
         zero.plan(lambda x: x + 1, jnp.ones(4), topology="v5e-8")
+    of_v5e = jax.sharding.SingleDeviceSharding(zero.topology("v5e-1")[0])
+    with pytest.raises(ValueError, match="the program is for 1 TPU v5 lite, the topology has 1 devices: make its mesh"):
+        zero.plan(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32, sharding=of_v5e), topology="v6e-1")
 
 
 def test_a_jax_that_hides_the_arguments_of_pmap(monkeypatch: pytest.MonkeyPatch) -> None:

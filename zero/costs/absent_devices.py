@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 
 from zero.partition.pmapped import arguments_of_pmap
 
@@ -14,8 +17,10 @@ class NotPlannable(ValueError):
     """A program or arguments that cannot be planned for a topology."""
 
 
-def lower_for(devices: Sequence[Any], fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`fn.lower(...)` of a pmapped function for these devices, or of a jitted one for those of its shardings.
+def lower_for(
+    devices: Sequence[Any], fn: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, list[Any], list[str]]:
+    """A program's lowering for these devices.
 
     Args:
       devices: of a pmapped function, in the order of its axis.
@@ -23,39 +28,89 @@ def lower_for(devices: Sequence[Any], fn: Any, args: Sequence[Any], kwargs: dict
       args: arrays, or `jax.ShapeDtypeStruct`; of a pmapped function with an axis of all devices.
       kwargs: likewise.
 
+    Returns:
+      What `fn.lower` returns; the devices in the order of the program's axis or mesh; what is uncertain about them.
+
     Raises:
       TypeError: `fn` cannot be called.
-      NotPlannable: a leading axis is not as long as there are devices.
+      NotPlannable: the arguments, or a mesh, are for another number of devices.
     """
     if not callable(fn):
         raise TypeError(f"expected a function made by jax.pmap or jax.jit, got {type(fn).__name__}")
-    args, kwargs = jax.tree.map(_shape, (tuple(args), kwargs))
     made = arguments_of_pmap(fn)
+    args, kwargs = jax.tree.map(_sharded_shape if made is None else _shape, (tuple(args), kwargs))
     if made is None:
-        return _lower_for_a_mesh(fn if hasattr(fn, "lower") else jax.jit(fn), args, kwargs)
+        return _lower_for_a_mesh(devices, fn if hasattr(fn, "lower") else jax.jit(fn), args, kwargs)
     _check_axes(made.in_axes, made.static_argnums, args, kwargs, len(devices))
-    return made.on(devices).lower(*args, **kwargs)
+    return made.on(devices).lower(*args, **kwargs), list(devices), []
 
 
-def _lower_for_a_mesh(fn: Any, args: Any, kwargs: Any) -> Any:
-    """The lowered program of a jitted function.
+def _lower_for_a_mesh(devices: Sequence[Any], fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[str]]:
+    """`lower_for` of a jitted function.
 
-    Raises:
-      NotPlannable: no sharding has a mesh of TPUs.
+    A mesh of a topology stays as it is. One of as many CPUs as the topology has devices is replaced.
     """
-    lowered = fn.lower(*args, **kwargs)
-    platforms = getattr(lowered._lowering, "_platforms", ("tpu",))  # the least private place in which jax says so
-    if "tpu" not in platforms:
-        raise NotPlannable(
-            f"the program is for {' and '.join(platforms)}: give its arguments shardings of a mesh of "
-            "zero.topology(...), or make it with jax.pmap"
-        )
-    return lowered
+    lowered = fn.trace(*args, **kwargs).lower(lowering_platforms=("tpu",))
+    lowering = lowered._lowering  # jax shows the devices of a lowered program nowhere else
+    found = list(lowering._device_list)
+    if len(found) != len(devices) or (found[0].platform == "tpu" and found[0].device_kind != devices[0].device_kind):
+        raise NotPlannable(_says_other_devices(found, devices))
+    if found[0].platform == "tpu":
+        return lowered, found, []
+    mesh = _mesh_of(lowering, found)
+    placed = list(devices)
+    notes = [f"what the program would choose on a TPU: here jax.devices() are {found[0].platform.upper()}s"]
+    if mesh is not None and len(devices) > 1:
+        placed, note = _placed(devices, mesh)
+        notes.append(note)
+    lowered = copy.copy(lowered)  # jax has the original in a cache, for calls of the function
+    lowered._lowering = copy.copy(lowering)
+    lowered._lowering._device_list = type(lowering._device_list)(tuple(placed))
+    arguments = {**lowering.compile_args, "intermediate_shardings": [], "context_mesh": None}
+    for name in ("in_shardings", "out_shardings"):
+        arguments[name] = tuple(_moved(sharding, placed) for sharding in arguments[name])
+    lowered._lowering.compile_args = {**arguments, "backend": placed[0].client}
+    return lowered, placed, notes
 
 
-def is_pmapped(fn: Any) -> bool:
-    """Whether `jax.pmap` made a function."""
-    return arguments_of_pmap(fn) is not None
+def _says_other_devices(found: Sequence[Any], devices: Sequence[Any]) -> str:
+    """Why a program for these devices cannot be planned for those of a topology."""
+    kind = "CPU" if found[0].platform == "cpu" else found[0].device_kind
+    return (
+        f"the program is for {len(found)} {kind}, the topology has {len(devices)} devices: make its mesh of "
+        f"zero.topology(...), or of jax.devices() in a process with JAX_NUM_CPU_DEVICES={len(devices)}"
+    )
+
+
+def _mesh_of(lowering: Any, devices: list[Any]) -> Any:
+    """A mesh of all devices of a program; None if it has none."""
+    arguments = lowering.compile_args
+    shardings = (*arguments["in_shardings"], *arguments["out_shardings"], *arguments["intermediate_shardings"])
+    for mesh in (arguments["context_mesh"], *(getattr(sharding, "mesh", None) for sharding in shardings)):
+        if isinstance(mesh, jax.sharding.Mesh) and list(mesh.devices.flat) == devices:
+            return mesh
+    return None
+
+
+def _placed(devices: Sequence[Any], mesh: Any) -> tuple[list[Any], str]:
+    """The devices of a topology in the places of a mesh of CPUs, and a note that says which order that is."""
+    ids = [device.id for device in mesh.devices.flat]
+    is_one_slice = len({getattr(device, "slice_index", 0) for device in devices}) == 1
+    if ids != sorted(ids) or not is_one_slice:
+        return [devices[number] for number in np.argsort(np.argsort(ids))], "the order of devices on a TPU: here jax's"
+    made = mesh_utils.create_device_mesh(mesh.devices.shape, devices, allow_split_physical_axes=True)
+    return list(made.flat), "the order of devices on a TPU: here that of jax.make_mesh"
+
+
+def _moved(sharding: Any, devices: Sequence[Any]) -> Any:
+    """A sharding over other devices."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        mesh = sharding.mesh
+        moved = jax.sharding.Mesh(np.reshape(devices, mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+        return jax.sharding.NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return jax.sharding.SingleDeviceSharding(devices[0], memory_kind=sharding.memory_kind)
+    return sharding
 
 
 def argument_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
@@ -80,10 +135,17 @@ def argument_names(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 def _shape(leaf: Any) -> Any:
-    """A leaf as its shape and dtype; a `jax.ShapeDtypeStruct` keeps its sharding."""
+    """A leaf as its shape and dtype; what is not an array stays as it is."""
     if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _sharded_shape(leaf: Any) -> Any:
+    """`_shape` with the sharding of an array that lies on several devices."""
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return _shape(leaf)
 
 
 def _check_axes(in_axes: Any, static: Sequence[int], args: Any, kwargs: Any, devices: int) -> None:

@@ -77,7 +77,6 @@ class KeptProgram:
       buffers: the compiler's report of the memory that it assigned to each array; empty if it wrote none.
       live_ranges: its report of the instructions between which each array is alive, likewise.
       assigned_bytes: of the memory of a device, in the schedule; None if there was no schedule.
-      shardings: of the arguments, then of the results, as the compiler took them; empty unless just compiled.
     """
 
     text: str
@@ -86,7 +85,6 @@ class KeptProgram:
     buffers: str = ""
     live_ranges: str = ""
     assigned_bytes: int | None = None
-    shardings: tuple[Any, ...] = ()
 
     def as_text(self) -> str:
         return self.text
@@ -122,8 +120,7 @@ class _Compilation:
         if memory.host_temp_size_in_bytes and self.schedule is not None:
             peak = min(memory.peak_memory_in_bytes, self.schedule.memory.peak_memory_in_bytes)  # neither is below it
             memory = dataclasses.replace(memory, peak_memory_in_bytes=peak)
-        shardings = tuple(jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)))
-        kept = KeptProgram(compiled.as_text(), memory, shardings=shardings)
+        kept = KeptProgram(compiled.as_text(), memory)
         if self.schedule is None:
             return kept
         return dataclasses.replace(

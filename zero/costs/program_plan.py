@@ -8,6 +8,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 from zero.base.errors import UnknownTopology
 from zero.costs import hlo
 from zero.costs import topology as topologies
-from zero.costs.absent_devices import argument_names, is_pmapped, lower_for
+from zero.costs.absent_devices import argument_names, lower_for
 from zero.costs.compiler import Compiler, KeptProgram, source_frames
 from zero.costs.holders import Holder, holders_of
 from zero.costs.live_arrays import read_live_arrays
@@ -247,16 +248,17 @@ def plan(
 
     Args:
       fn: a function made by `jax.pmap`, with collectives over its axis; or by `jax.jit`, with shardings of a mesh made
-        from `zero.topology`, or a `jax.shard_map` over such a mesh.
+        from `zero.topology`, or a `jax.shard_map` over such a mesh. A mesh of `jax.devices()` is replaced by one of the
+        topology if it has as many CPUs, which the environment variable JAX_NUM_CPU_DEVICES creates.
       args: arrays or `jax.ShapeDtypeStruct`. Those of a pmapped function have a leading axis of all devices of the
-        topology, of all hosts together. Only shapes and dtypes are read.
+        topology, of all hosts together. Only shapes, dtypes and shardings are read.
       topology: a slice, such as "v5e-16", "v4-32", "v3:2x2", or "2xv5e-16" for two slices.
       compiler_options: of XLA, beside those in LIBTPU_INIT_ARGS.
       kwargs: arguments of `fn` by name, likewise.
 
     Raises:
       UnknownTopology: there is no such slice, or no compiler.
-      ValueError: a leading axis is not as long as the topology has devices, or `fn` runs on other devices.
+      ValueError: a leading axis is not as long as the topology has devices, or a mesh has another number of them.
       TypeError: `fn` is not a function.
 
     >>> step = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")
@@ -271,10 +273,11 @@ def plan(
     """
     devices = topologies.topology(topology)
     with source_frames(FRAMES):
-        lowered = lower_for(devices, fn, args, kwargs)
+        lowered, devices, notes = lower_for(devices, fn, args, kwargs)
     name = getattr(fn, "__name__", type(fn).__name__)
     compiler = Compiler(devices, compiler_options)
-    available = topologies.available_bytes(devices)
+    with ThreadPoolExecutor(1) as outside:  # of the mesh that `jax.set_mesh` has set in this thread
+        available = outside.submit(topologies.available_bytes, devices).result()
     began = time.monotonic()
     arguments = argument_names(fn, args, kwargs)
     try:
@@ -295,13 +298,11 @@ def plan(
             exposed_seconds=0.0,
             host_exposed_seconds=0.0,
             guessed_seconds=0.0,
-            unknowns=("seconds and traffic of a program that does not fit",),
+            unknowns=("seconds and traffic of a program that does not fit", *notes),
             compile_seconds=time.monotonic() - began,
         )
     seconds = time.monotonic() - began
-    if not is_pmapped(fn):
-        devices = _order_of(compiled, topology)
-    return _plan_of(compiled, name, topology, devices, available, arguments, seconds)
+    return _plan_of(compiled, name, topology, devices, available, arguments, notes, seconds)
 
 
 def _plan_of(
@@ -311,6 +312,7 @@ def _plan_of(
     devices: Sequence[Any],
     available: int,
     arguments: Sequence[str],
+    notes: Sequence[str],
     compile_seconds: float,
 ) -> Plan:
     """The plan that a compiled program's text and reports make."""
@@ -336,7 +338,7 @@ def _plan_of(
         prediction.exposed_seconds,
         prediction.host_exposed_seconds,
         sum(times * event.seconds for event, times in prediction.timeline.runs() if event.is_guess),
-        _unknowns(bodies),
+        (*_unknowns(bodies), *notes),
         compile_seconds,
         programs=((program, 1),),
     )
@@ -394,23 +396,6 @@ def _unknowns(bodies: hlo.Bodies) -> tuple[str, ...]:
     if any(_CALLBACK.search(instruction.rest) for instruction in instructions if instruction.op == "custom-call"):
         found.append("callbacks to Python: their time on the host is not counted")
     return tuple(found)
-
-
-def _order_of(compiled: KeptProgram, asked: str) -> list[Any]:
-    """The devices of a jitted program in the order of its mesh.
-
-    Raises:
-      ValueError: the program runs on other devices than a topology's.
-    """
-    for sharding in compiled.shardings:
-        mesh = getattr(sharding, "mesh", None)
-        if mesh is not None:
-            return list(mesh.devices.flat)
-    devices = sorted(compiled.shardings[0].device_set, key=lambda device: device.id) if compiled.shardings else []
-    raise ValueError(
-        f"the program runs on {len(devices)} devices without a mesh: give its arguments shardings of a mesh of "
-        f"zero.topology({asked!r})"
-    )
 
 
 def _change(name: str, before: float, after: float, unit: str) -> str:

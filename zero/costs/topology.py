@@ -150,7 +150,9 @@ def find_devices(topology: str) -> list[Any]:
     count, name = slices_in(topology)
     shape = slice_shape(name)
     # v4 and v5p run both cores of a chip as one device.
-    options = {"chip_config_name": "megacore"} if shape.startswith(("v4:", "v5p:")) else {}
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if shape.startswith(("v4:", "v5p:")) else {}
+    if set(shape.partition(":")[2].split("x")) == {"1"}:  # a host of one chip; libtpu assumes four
+        options["chips_per_host_bounds"] = [1, 1, 1]
     try:
         described = topologies.get_topology_desc(topology_name=shape, platform="tpu", num_slices=count, **options)
     except jax.errors.JaxRuntimeError as error:
