@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zero.costs import hlo
 from zero.costs import topology as topologies
 from zero.costs.absent_devices import argument_names, lower_for
 from zero.costs.compiler import Compiler, KeptProgram, source_frames
+from zero.costs.crash_message import printed_if_this_process_dies
 from zero.costs.holders import Holder, holders_of
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
@@ -281,7 +283,8 @@ def plan(
     began = time.monotonic()
     arguments = argument_names(fn, args, kwargs)
     try:
-        compiled = compiler.compile_lowered(lowered)
+        with printed_if_this_process_dies(_last_words(name, topology)):
+            compiled = compiler.compile_lowered(lowered)
     except jax.errors.JaxRuntimeError as error:
         needed, available = topologies.out_of_memory(error)
         return Plan(
@@ -303,6 +306,16 @@ def plan(
         )
     seconds = time.monotonic() - began
     return _plan_of(compiled, name, topology, devices, available, arguments, notes, seconds)
+
+
+def _last_words(name: str, asked: str) -> str:
+    """What a crash of the compiler should tell."""
+    return (
+        f"zero.plan: this process ended while the TPU compiler compiled {name} for {asked}: a fault of the compiler, "
+        "whose messages are above, or a lack of memory. Plan in a process of its own (python -m zero.commands.check "
+        f"FILE {name} ARGUMENTS --topology {asked}), with fewer layers or rows, or with another version of libtpu "
+        f"(this is {version('libtpu')})"
+    )
 
 
 def _plan_of(
