@@ -1,5 +1,6 @@
 """Plans of programs that zero did not write."""
 
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -157,11 +158,36 @@ def test_a_mesh_of_virtual_cpus_is_replaced() -> None:
     assert elsewhere.device_kind == "TPU v6 lite" and elsewhere.unknowns == found.unknowns
 
 
+@pytest.mark.parametrize("topology", ["v4-16", "2xv5e-4"])
+def test_a_mesh_whose_neighbors_are_on_different_hosts(topology: str) -> None:
+    """Of two hosts, and of two slices: the gathers of one group cross between the slices."""
+    devices = np.reshape(zero.topology(topology), (2, 4)).T.flatten()
+    halves, whole = spread(devices, None, "data"), spread(devices)  # "data" has every other device
+    step = jax.jit(lambda x: x + 1, in_shardings=halves, out_shardings=whole)
+    found = zero.plan(step, jax.ShapeDtypeStruct((1 << 10, 1 << 10), jnp.float32), topology=topology)
+    assert found.devices == 8 and found.seconds is not None
+    assert sum(cost.bytes for cost in found.collectives) == 1 << 21
+
+
 def test_arrays_on_several_devices_keep_their_shardings() -> None:
     x = jax.device_put(jnp.ones((1 << 10, 1 << 10)), spread(jax.devices(), "data", "model"))
     with jax.set_mesh(x.sharding.mesh):
         found = zero.plan(jax.jit(lambda x: x.sum()), x, topology="v5e-8")
     assert Holder("x", (1 << 22) // DEVICES) in found.holders
+
+
+def test_a_wrapper_of_a_jitted_function() -> None:
+    """As of Equinox: arrays are told from constants by their types, and what is lowered is an attribute."""
+
+    class Wrapper:
+        def lower(self, settings: dict[str, Any], x: jax.Array) -> Any:
+            assert isinstance(x, jax.Array)
+            return types.SimpleNamespace(lowered=jax.jit(lambda x: settings["times"] * x).lower(x))
+
+        def __call__(self) -> None: ...
+
+    found = zero.plan(Wrapper(), {"times": 3, "name": "x"}, jnp.ones((512, 512)), topology="v5e-1")
+    assert found.peak_bytes == pytest.approx(2 << 20, rel=0.1)
 
 
 def test_a_random_key_and_a_chip_alone() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ def lower_for(
 
     Args:
       devices: of a pmapped function, in the order of its axis.
-      fn: what `jax.pmap` or `jax.jit` returned; any other function is jitted.
+      fn: what `jax.pmap` or `jax.jit` returned, or a wrapper of the latter with a method `lower`; any other function is
+        jitted.
       args: arrays, or `jax.ShapeDtypeStruct`; of a pmapped function with an axis of all devices.
       kwargs: likewise.
 
@@ -38,9 +40,13 @@ def lower_for(
     if not callable(fn):
         raise TypeError(f"expected a function made by jax.pmap or jax.jit, got {type(fn).__name__}")
     made = arguments_of_pmap(fn)
-    args, kwargs = jax.tree.map(_sharded_shape if made is None else _shape, (tuple(args), kwargs))
     if made is None:
-        return _lower_for_a_mesh(devices, fn if hasattr(fn, "lower") else jax.jit(fn), args, kwargs)
+        if not hasattr(fn, "lower"):
+            fn = jax.jit(fn)
+        if hasattr(fn, "trace"):  # wrappers, as those of Equinox and Haliax, tell arrays from constants by their types
+            args, kwargs = jax.tree.map(_sharded_shape, (tuple(args), kwargs))
+        return _lower_for_a_mesh(devices, fn, args, kwargs)
+    args, kwargs = jax.tree.map(_shape, (tuple(args), kwargs))
     _check_axes(made.in_axes, made.static_argnums, args, kwargs, len(devices))
     return made.on(devices).lower(*args, **kwargs), list(devices), []
 
@@ -50,7 +56,9 @@ def _lower_for_a_mesh(devices: Sequence[Any], fn: Any, args: Any, kwargs: Any) -
 
     A mesh of a topology stays as it is. One of as many CPUs as the topology has devices is replaced.
     """
-    lowered = fn.trace(*args, **kwargs).lower(lowering_platforms=("tpu",))
+    with _lowering_for_tpu():
+        lowered = fn.lower(*args, **kwargs)
+    lowered = getattr(lowered, "lowered", lowered)  # of Equinox
     lowering = lowered._lowering  # jax shows the devices of a lowered program nowhere else
     found = list(lowering._device_list)
     if len(found) != len(devices) or (found[0].platform == "tpu" and found[0].device_kind != devices[0].device_kind):
@@ -71,6 +79,21 @@ def _lower_for_a_mesh(devices: Sequence[Any], fn: Any, args: Any, kwargs: Any) -
         arguments[name] = tuple(_moved(sharding, placed) for sharding in arguments[name])
     lowered._lowering.compile_args = {**arguments, "backend": placed[0].client}
     return lowered, placed, notes
+
+
+@contextmanager
+def _lowering_for_tpu() -> Iterator[None]:
+    """`lower` of jitted functions is for TPUs inside, also of those that a library calls in its own `lower`."""
+    lower = jax.stages.Traced.lower
+
+    def for_tpu(traced: Any, **options: Any) -> Any:
+        return lower(traced, **{"lowering_platforms": ("tpu",), **options})
+
+    jax.stages.Traced.lower = for_tpu
+    try:
+        yield
+    finally:
+        jax.stages.Traced.lower = lower
 
 
 def _says_other_devices(found: Sequence[Any], devices: Sequence[Any]) -> str:

@@ -273,13 +273,13 @@ def plan(
 
     Several programs of a step: `8 * zero.plan(micro_batch, ...) + zero.plan(update, ...)`.
     """
-    devices = topologies.topology(topology)
+    present = topologies.topology(topology)
     with source_frames(FRAMES):
-        lowered, devices, notes = lower_for(devices, fn, args, kwargs)
+        lowered, devices, notes = lower_for(present, fn, args, kwargs)
     name = getattr(fn, "__name__", type(fn).__name__)
     compiler = Compiler(devices, compiler_options)
     with ThreadPoolExecutor(1) as outside:  # of the mesh that `jax.set_mesh` has set in this thread
-        available = outside.submit(topologies.available_bytes, devices).result()
+        available = outside.submit(topologies.available_bytes, present).result()
     began = time.monotonic()
     arguments = argument_names(fn, args, kwargs)
     try:
