@@ -84,16 +84,17 @@ def _lower_for_a_mesh(devices: Sequence[Any], fn: Any, args: Any, kwargs: Any) -
 @contextmanager
 def _lowering_for_tpu() -> Iterator[None]:
     """`lower` of jitted functions is for TPUs inside, also of those that a library calls in its own `lower`."""
-    lower = jax.stages.Traced.lower
+    stage: Any = jax.stages.Traced
+    lower = stage.lower
 
     def for_tpu(traced: Any, **options: Any) -> Any:
         return lower(traced, **{"lowering_platforms": ("tpu",), **options})
 
-    jax.stages.Traced.lower = for_tpu
+    stage.lower = for_tpu
     try:
         yield
     finally:
-        jax.stages.Traced.lower = lower
+        stage.lower = lower
 
 
 def _says_other_devices(found: Sequence[Any], devices: Sequence[Any]) -> str:
