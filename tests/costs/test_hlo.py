@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zero.costs.hlo import Collective, across_hosts, bytes_by_kind, collectives, hidden_share
+from zero.costs.hlo import Collective, Instruction, across_hosts, bytes_by_kind, collectives, hidden_share
 from zero.costs.topology import find_devices
 from zero.hosts.xla_options import OVERLAP_ON_TPU
 from zero.training.flops import matmul_flops
@@ -175,3 +175,8 @@ def test_reduce_scatter_in_a_fusion(name: str, kind: str, sent: int) -> None:
         f"ENTRY %main (x: f32[32]) -> f32[8] {{\n  %y = f32[8] fusion(%x), kind=kCustom, calls=%{name}\n}}"
     )
     assert bytes_by_kind(collectives(text)) == {kind: sent * 4 * 8}
+
+
+def test_quotes_in_the_names_of_arguments() -> None:
+    rest = r"""0), metadata={op_name="state.params[\'embed\'][\"rows\"].value" stack_frame_id=3}"""
+    assert Instruction("p", "f32[2]", "parameter", rest).op_name == """state.params['embed']["rows"].value"""

@@ -33,7 +33,8 @@ _MESH = re.compile(
 )
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # written by the compiler for a narrow product that is fused with a collective
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _COUNTER = re.compile(r"[su]32\[\]")
 _NAME = re.compile(r"[\w.\-]+")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -72,11 +73,11 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The path of the operation in the traced function."""
+        """The path of the operation in the traced function, or the name of an argument."""
         match = _OP_NAME.search(self.rest)
         if match is None:
             return ""
-        return match[1]
+        return _ESCAPED.sub(r"\1", match[1])
 
     @property
     def operands(self) -> list[str]:
