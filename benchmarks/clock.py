@@ -63,6 +63,8 @@ class Row:
       exposed_seconds: in which only collectives run.
       host_seconds: in which the program waits for the host's link.
       guessed_seconds: of instructions of which only bytes are known.
+      is_whole: whether the program was compiled to its end. If not, its schedule has no cycles, and the rates of
+        `zero/costs/rates.py` stand for them.
     """
 
     compiler: str
@@ -72,25 +74,27 @@ class Row:
     exposed_seconds: float
     host_seconds: float
     guessed_seconds: float
+    is_whole: bool = True
 
     def error(self, name: str) -> float:
         """Predicted over published, less one."""
         return self.seconds / RECIPES[name].seconds - 1
 
 
-def read_program(directory: Path, name: str) -> str | None:
-    """The text of a recipe's program, if it is in the directory."""
-    plain, compressed = directory / f"{name}.txt", directory / f"{name}.txt.gz"
-    if plain.exists():
-        return plain.read_text()
-    if compressed.exists():
-        return gzip.decompress(compressed.read_bytes()).decode()
+def read_program(directory: Path, name: str) -> tuple[str, bool] | None:
+    """The text of a recipe's program if it is in the directory, and whether it was compiled to its end."""
+    for end, is_whole in ((".txt", True), (".schedule.txt", False)):
+        plain, compressed = directory / f"{name}{end}", directory / f"{name}{end}.gz"
+        if plain.exists():
+            return plain.read_text(), is_whole
+        if compressed.exists():
+            return gzip.decompress(compressed.read_bytes()).decode(), is_whole
     return None
 
 
-def row_of(name: str, text: str) -> Row:
+def row_of(name: str, text: str, is_whole: bool) -> Row:
     """Predicts the step of a recipe from the text of MaxText's program."""
-    found = predict(text, find_devices(RECIPES[name].topology))
+    found = predict(text, find_devices(RECIPES[name].topology), is_whole)
     assert found is not None and found.timeline is not None, "the compiler has written no cycles"
     kernel_seconds = guessed_seconds = 0.0
     for event, times in found.timeline.runs():
@@ -106,6 +110,7 @@ def row_of(name: str, text: str) -> Row:
         found.exposed_seconds,
         found.host_exposed_seconds,
         guessed_seconds,
+        is_whole,
     )
 
 
@@ -120,7 +125,7 @@ def table_row(name: str, row: Row) -> str:
     """The row of a recipe in the page."""
     other = row.seconds - row.kernel_seconds - row.exposed_seconds - row.host_seconds
     cells = (
-        f"`{name}`",
+        f"`{name}`" + ("" if row.is_whole else ", schedule"),
         f"{RECIPES[name].seconds:.3f}",
         f"{row.seconds:.3f}",
         f"{row.error(name):+.0%}",
@@ -196,11 +201,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = load_rows()
     for name in options.rows:
-        text = read_program(options.texts, name) if options.texts else None
-        if text is None:
+        program = read_program(options.texts, name) if options.texts else None
+        if program is None:
             continue
         prepare_environment(RECIPES[name].topology)
-        rows[name] = row_of(name, text)
+        rows[name] = row_of(name, *program)
         print(table_row(name, rows[name]), end="", flush=True)
     saved = {name: asdict(rows[name]) for name in RECIPES if name in rows}
     published.MAXTEXT.write_text(json.dumps(saved, indent=1) + "\n")

@@ -1,9 +1,10 @@
 """The tables of MaxText's own programs are printed from their rows, and those are the programs of published steps."""
 
+import gzip
 import importlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_rows() -> None:
     assert clock.table_row("llama3-8b-v6e-16", ROW) == (
         "| `llama3-8b-v6e-16` | 3.393 | 3.700 | +9% | 1.000 | 2.325 | 0.250 | 0.125 | 0.062 |\n"
     )
+    schedule = replace(ROW, is_whole=False)
+    assert clock.table_row("llama3-8b-v6e-16", schedule).startswith("| `llama3-8b-v6e-16`, schedule |")
     rows = {"llama3-8b-v6e-16": ROW, "llama3-8b-v6e-32": Row("MaxText", "abc", 2.97075, 0, 0, 0, 0)}
     assert clock.group_row("both", rows, rows) == "| both | 2 | 12% | -15% | +9% | 1 |\n"
     assert clock.group_row("none", [], rows) == ""
@@ -85,8 +88,10 @@ def test_seconds_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "llama3-8b-v6e-16.txt").write_text(text)
     assert clock.read_program(tmp_path, "llama3-8b-v6e-32") is None
     found = clock.read_program(tmp_path, "llama3-8b-v6e-16")
-    assert found == text
-    row = clock.row_of("llama3-8b-v6e-16", found)
+    assert found == (text, True)
+    (tmp_path / "llama3-8b-v6e-32.schedule.txt.gz").write_bytes(gzip.compress(text.encode()))
+    assert clock.read_program(tmp_path, "llama3-8b-v6e-32") == (text, False)
+    row = clock.row_of("llama3-8b-v6e-16", *found)
     assert row.kernel_seconds > 0 and row.guessed_seconds > 0
     assert row.seconds == pytest.approx(row.kernel_seconds + row.guessed_seconds + 0.001, rel=1e-3)
     monkeypatch.setattr(published, "MAXTEXT", tmp_path / "rows.json")
