@@ -143,9 +143,10 @@ def test_loss_without_gains(tmp_path: Path) -> None:
     np.testing.assert_allclose(loss.item(), np.asarray(losses).mean(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("size", [PLAIN, LEARNED, MUP], ids=["alibi", "learned", "rotary"])
-def test_padded_prompts_change_nothing(size: GPTConfig, tmp_path: Path) -> None:
-    """Padding before a shorter prompt of a batch changes none of its logits."""
+def test_padded_prompts_change_nothing(size: GPTConfig, name: str, tmp_path: Path) -> None:
+    """Padding before a shorter prompt of a batch changes none of its logits; transformers 5.24 renamed the cache."""
     import torch
 
     model = load(exported(size, tmp_path))
@@ -154,9 +155,23 @@ def test_padded_prompts_change_nothing(size: GPTConfig, tmp_path: Path) -> None:
     with torch.no_grad():
         both, alone = model(rows, attention_mask=mask).logits, model(rows[1:, 2:]).logits
         first = model(rows[:, :4], attention_mask=mask[:, :4], use_cache=True)
-        last = model(rows[:, 4:], attention_mask=mask, past_key_values=first.past_key_values).logits
+        last = model(rows[:, 4:], attention_mask=mask, **{name: first.past_key_values}).logits
     torch.testing.assert_close(both[1:, 2:], alone, atol=1e-5, rtol=0)
     torch.testing.assert_close(last[:, 0], both[:, -1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("argument", ["caches", "num_items_in_batch", "inputs_embeds", "output_attentions"])
+def test_arguments_without_effect_are_refused(argument: str, code: Any) -> None:
+    """A text of another meaning of an argument would be wrong without an error."""
+    import torch
+
+    with pytest.raises((TypeError, ValueError), match=argument.removeprefix("inputs_").removeprefix("output_")):
+        code(torch.tensor([[1, 2]]), **{argument: torch.ones(1)})
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(exported(PLAIN, tmp_path_factory.mktemp("plain")))
 
 
 @pytest.mark.wide

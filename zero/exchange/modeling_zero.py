@@ -29,6 +29,8 @@ ACTIVATIONS = {
     "silu": F.silu,
 }
 T5_BUCKETS, T5_DISTANCE = 32, 128
+# transformers 5.24 calls it cache.
+NAME_OF_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class ZeroConfig(PretrainedConfig):
@@ -239,15 +241,26 @@ class ZeroForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: DynamicCache | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **ignored: object,
+        cache: DynamicCache | None = None,
+        cache_position: torch.Tensor | None = None,
+        inputs_embeds: None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits `(B, T, V)` in float32, and the mean loss of the next tokens if labels are given.
 
         `attention_mask`, `(B, S)`, is 0 for padding, in the cache as well; positions count what is not padding.
+        `cache` and `past_key_values` are the same. Other arguments are refused, as ignoring one could change a text.
         """
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        known = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if inputs_embeds is not None or output_attentions or output_hidden_states:
+            refused = "inputs_embeds, output_attentions and output_hidden_states"
+            raise ValueError(f"{refused} are not supported: expected input_ids, and logits as the result")
+        if cache is None:
+            cache = past_key_values
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        known = cache.get_seq_length() if cache is not None else 0
         count = input_ids.shape[1]
         if position_ids is None and attention_mask is not None:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
@@ -255,12 +268,15 @@ class ZeroForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = torch.arange(known, known + count, device=input_ids.device)[None]
         x_BTD = self._embed(input_ids, position_ids)
         for block in self.blocks:
-            x_BTD = block(x_BTD, position_ids, attention_mask, past_key_values)
+            x_BTD = block(x_BTD, position_ids, attention_mask, cache)
         logits = self._logits(x_BTD)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        result = CausalLMOutputWithPast(loss=loss, logits=logits)
+        if cache is not None:
+            result[NAME_OF_CACHE] = cache
+        return result
 
     def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
         config = self.config

@@ -382,7 +382,7 @@ def test_a_model_reads_a_prompt_in_blocks(small_blocks: list[int]) -> None:
     cache = init_cache(CONFIG, 2, 24, jnp.float32)
     for piece in (slice(0, 12), slice(12, 23), slice(23, 24)):
         got, cache = hidden(params, tokens[:, piece], None, cache, piece.start)
-        np.testing.assert_allclose(got, expected[:, piece], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(got, expected[:, piece], rtol=1e-4, atol=5e-4)  # of numbers up to 20
     assert set(small_blocks) == {12, 11}  # to read the prompt, not to decode
 
 
