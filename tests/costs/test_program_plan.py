@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import mesh_utils
+from jax.experimental import pallas as pl
 
 import zero
 from zero.base.errors import UnknownTopology
 from zero.costs import program_plan
 from zero.costs.holders import Holder
+from zero.hosts.speeds import SPEEDS
 
 LAYERS, WIDTH, ROWS, DEVICES = 4, 512, 256, 8
 
@@ -174,6 +176,24 @@ def test_arrays_on_several_devices_keep_their_shardings() -> None:
     with jax.set_mesh(x.sharding.mesh):
         found = zero.plan(jax.jit(lambda x: x.sum()), x, topology="v5e-8")
     assert Holder("x", (1 << 22) // DEVICES) in found.holders
+
+
+def test_the_time_of_a_kernel_of_others_is_called_a_guess() -> None:
+    """It has no cycles: the time of its arrays, or of the operations that its author notes if that is longer."""
+
+    def doubled(x: jax.Array, flops: int) -> jax.Array:
+        def kernel(read: Any, written: Any) -> None:
+            written[...] = 2 * read[...]
+
+        cost = pl.CostEstimate(flops=flops, bytes_accessed=0, transcendentals=0)
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), cost_estimate=cost)(x)
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    step = jax.jit(doubled, static_argnums=1)
+    short, long = (zero.plan(step, x, flops, topology="v5e-1") for flops in (1, 197_000_000_000))
+    assert short.guessed_seconds == pytest.approx(2 * (1 << 20) / SPEEDS["TPU v5 lite"].memory)
+    assert long.guessed_seconds == pytest.approx(1e-3) and 0.9 < long.guessed_seconds / (long.seconds or 0) <= 1
+    assert "a guess   " in str(long) and "the operations that they note" in str(long)
 
 
 def test_a_wrapper_of_a_jitted_function() -> None:

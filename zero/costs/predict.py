@@ -60,6 +60,7 @@ _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Shardi
 # one of its results has a dimension more than the queries.
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
+NOTED_FLOPS = re.compile(r'"cost_estimate":{"flops":"(\d+)"')  # by the author of a kernel
 _ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd)_(\d+).*"cost_estimate":{"flops":"(\d+)"')  # width, operations
 # XLA's inversion of triangular matrices, its dimensions and the innermost one; its bundles per element of 128 matrices
 # that lie side by side in lanes, or per row of a matrix that has the lanes for itself (measured in delta-rule.md).
@@ -204,7 +205,7 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
-    """Seconds of a Pallas kernel: attention by its products, any other one by the memory it touches.
+    """Seconds of a Pallas kernel: attention by its products, any other one by its arrays and its `cost_estimate`.
 
     zero's own kernels note their operations in the program; splash attention's follow from its shapes.
     """
@@ -217,7 +218,8 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     splash = _SPLASH.match(instruction.name)
     mask = _MASK.search(shapes)
     if splash is None or mask is None or speed.splash is None:
-        return moved / speed.memory
+        noted = NOTED_FLOPS.search(instruction.rest)
+        return max(int(noted[1]) / speed.flops if noted else 0.0, moved / speed.memory)
     queries, _, values = (_dims(heads) for heads in _HEADS.findall(shapes)[:3])
     *rows, positions, width = queries
     blocks, widest = map(int, mask.groups())

@@ -25,13 +25,12 @@ from zero.costs.crash_message import printed_if_this_process_dies
 from zero.costs.holders import Holder, holders_of
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
-from zero.costs.predict import CORE, Timeline, predict
+from zero.costs.predict import CORE, NOTED_FLOPS, Timeline, predict
 from zero.costs.rates import Works
 from zero.costs.source_lines import SourceLines
 from zero.files import storage
 from zero.hosts.speeds import GIB, SPEEDS
 
-_KERNEL_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _CALLBACK = re.compile(r'custom_call_target="[^"]*(?:callback|xla_ffi)')
 FRAMES = 20  # of each operation, so that the user's line is among those of libraries
 SHOWN = 8  # lines of each list that `print` shows
@@ -73,7 +72,8 @@ class Plan:
       seconds: None if the program does not fit.
       exposed_seconds: in which a device does nothing but wait for other devices.
       host_exposed_seconds: in which it waits for copies to or from its host's memory.
-      guessed_seconds: of instructions whose time follows from the bytes that they touch, for want of cycles.
+      guessed_seconds: of instructions without cycles, such as Pallas kernels: that of the bytes that they touch, or of
+        the operations in a kernel's `cost_estimate` if it is longer.
       unknowns: what the plan does not know, a sentence each.
       compile_seconds: how long the compiler took.
       programs: compiled programs with their runs per step; of one that does not fit none.
@@ -230,7 +230,8 @@ class Plan:
             )
         if self.seconds and self.guessed_seconds:
             lines.append(
-                f"a guess   {self.guessed_seconds / self.seconds:.1%} of the step, by the bytes that it touches"
+                f"a guess   {self.guessed_seconds / self.seconds:.1%} of the step, by the bytes that it touches and, "
+                "of kernels, the operations that they note"
             )
         lines += [f"unknown   {sentence}" for sentence in self.unknowns]
         return "\n".join(lines)
@@ -398,7 +399,7 @@ def _flops(bodies: hlo.Bodies, entry: str) -> float:
         for instruction in bodies[name]:
             if instruction.op in ("fusion", "convolution"):
                 total += runs * sum(works.of(instruction, results).flops.values())
-            elif match := _KERNEL_FLOPS.search(instruction.rest):
+            elif match := NOTED_FLOPS.search(instruction.rest):
                 total += runs * int(match[1])
     return total
 
