@@ -196,6 +196,18 @@ def test_the_time_of_a_kernel_of_others_is_called_a_guess() -> None:
     assert "a guess   " in str(long) and "the operations that they note" in str(long)
 
 
+def test_a_loop_that_its_data_end_is_counted_once() -> None:
+    """As in `jax.random.gamma`: the compiler knows no number of iterations."""
+
+    def until(x: jax.Array, limit: float) -> jax.Array:
+        return jax.lax.while_loop(lambda x: x.sum() < limit, lambda x: x @ x, x)
+
+    found = zero.plan(jax.jit(until), jax.ShapeDtypeStruct((1024, 1024), jnp.float32), 3.0, topology="v5e-1")
+    (unknown,) = (sentence for sentence in found.unknowns if "loop" in sentence)
+    assert unknown.startswith("how often a loop runs that its data end, test_program_plan.py:")
+    assert found.flops == pytest.approx(2 * 1024**3, rel=0.01) and (found.seconds or 0) > 5e-6
+
+
 def test_a_wrapper_of_a_jitted_function() -> None:
     """As of Equinox: arrays are told from constants by their types, and what is lowered is an attribute."""
 

@@ -333,15 +333,15 @@ def _calls_on_cores(body: list[Instruction]) -> list[Instruction]:
     return calls
 
 
-def runs_of(bodies: Bodies, entry: str) -> dict[str, int]:
-    """How many times each computation runs."""
+def runs_of(bodies: Bodies, entry: str, unknown_trips: int | None = None) -> dict[str, int]:
+    """How many times each computation runs; `unknown_trips` as for `loop_of`."""
     runs: defaultdict[str, int] = defaultdict(int)
 
     def visit(name: str, times: int) -> None:
         runs[name] += times
         for instruction in bodies[name]:
             if instruction.op == "while":
-                body, trips = loop_of(instruction, bodies)
+                body, trips = loop_of(instruction, bodies, unknown_trips)
                 visit(body, times * trips)
                 continue
             for called in instruction.called:
@@ -351,13 +351,18 @@ def runs_of(bodies: Bodies, entry: str) -> dict[str, int]:
     return runs
 
 
-def loop_of(instruction: Instruction, bodies: Bodies) -> tuple[str, int]:
+def loop_of(instruction: Instruction, bodies: Bodies, unknown_trips: int | None = None) -> tuple[str, int]:
     """The body of a loop and its iterations: as XLA has noted, or from a condition that compares a counter.
 
     The counter starts at 0, or later where XLA runs the first iterations ahead of the loop.
 
+    Args:
+      instruction: the loop.
+      bodies: of its program.
+      unknown_trips: the iterations of a loop that ends when its data say so.
+
     Raises:
-      ValueError: the iterations cannot be read.
+      ValueError: the iterations cannot be read, and `unknown_trips` is None.
     """
     rest = instruction.rest
     condition, body = (re.search(rf"{part}=%?([\w.\-]+)", rest) for part in ("condition", "body"))
@@ -370,9 +375,17 @@ def loop_of(instruction: Instruction, bodies: Bodies) -> tuple[str, int]:
             instructions += bodies[name]
     limits = [x.rest.partition(")")[0] for x in instructions if x.op == "constant" and _COUNTER.match(x.result)]
     if len(limits) != 1 or not any("direction=LT" in x.rest for x in instructions):
+        if unknown_trips is not None:
+            return body[1], unknown_trips
         lines = "\n".join(f"{x.name} = {x.result} {x.op}({x.rest}" for x in instructions)
         raise ValueError(f"the number of iterations of a loop cannot be read from its condition:\n{lines}")
     return body[1], int(limits[0]) - _first_count(instruction, bodies[condition[1]], bodies)
+
+
+def loops_that_data_end(bodies: Bodies) -> list[Instruction]:
+    """The loops whose iterations cannot be read from the program."""
+    loops = [instruction for body in bodies.values() for instruction in body if instruction.op == "while"]
+    return [loop for loop in loops if loop_of(loop, bodies, unknown_trips=-1)[1] == -1]
 
 
 def _first_count(loop: Instruction, condition: list[Instruction], bodies: Bodies) -> int:

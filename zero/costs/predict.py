@@ -140,7 +140,9 @@ class Prediction(NamedTuple):
     timeline: Timeline | None = None  # of one program
 
 
-def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Prediction | None:
+def predict(
+    text: str, devices: Sequence[Any], is_whole: bool = True, unknown_trips: int | None = None
+) -> Prediction | None:
     """The time of a program's `as_text()` on its devices.
 
     Args:
@@ -148,6 +150,7 @@ def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Predict
       devices: on which it runs.
       is_whole: whether it was compiled to the end. If not, the compiler has written no cycles, and `rates.py` estimates
         what fusions take.
+      unknown_trips: of loops that end when their data say so; None: an error.
 
     Returns:
       None if the compiler writes no cycles for these devices, or if there are no rates of them.
@@ -158,7 +161,7 @@ def predict(text: str, devices: Sequence[Any], is_whole: bool = True) -> Predict
         return None
     bodies, entry = hlo.computations(text)
     places = [(*device.coords, device.core_on_chip) for device in devices]
-    schedule = _Schedule(bodies, speed, places, rates)
+    schedule = _Schedule(bodies, speed, places, rates, unknown_trips)
     spent = schedule.play(entry)
     to_host = spent.host_seconds[_TO_HOST]
     from_host = spent.host_seconds[_FROM_HOST]
@@ -303,13 +306,19 @@ class _Schedule:
     """Plays the computations of a program."""
 
     def __init__(
-        self, bodies: Bodies, speed: Speed, places: Sequence[tuple[int, ...]], rates: Rates | None = None
+        self,
+        bodies: Bodies,
+        speed: Speed,
+        places: Sequence[tuple[int, ...]],
+        rates: Rates | None = None,
+        unknown_trips: int | None = None,
     ) -> None:
         self.bodies = bodies
         self.works = Works(bodies)
         self.rates = rates  # of instructions without cycles; None: the program has cycles
         self.speed = speed
         self.places = places
+        self.unknown_trips = unknown_trips
         self.played: dict[str, _Spent] = {}
 
     def play(self, name: str) -> _Spent:
@@ -380,7 +389,7 @@ class _Schedule:
             op = instruction.op
             collectives = collectives_in.get(name, [])
             if op == "while":
-                loop, trips = hlo.loop_of(instruction, self.bodies)
+                loop, trips = hlo.loop_of(instruction, self.bodies, self.unknown_trips)
                 called(instruction, loop, trips)
                 spent.add(self.play(loop), trips)
                 now += trips * self.play(loop).total()

@@ -332,12 +332,14 @@ def _plan_of(
     """The plan that a compiled program's text and reports make."""
     bodies, entry = hlo.computations(compiled.text)
     # A program without products may have no cycles at all.
-    prediction = predict(compiled.text, devices) or predict(compiled.text, devices, is_whole=False)
+    prediction = predict(compiled.text, devices, unknown_trips=1)
+    prediction = prediction or predict(compiled.text, devices, is_whole=False, unknown_trips=1)
     if prediction is None or prediction.timeline is None:
         raise UnknownTopology(f"topology={asked}: the compiler writes no cycles for {devices[0].device_kind}")
     live = read_live_arrays(compiled.buffers, compiled.live_ranges, bodies)
     peak = compiled.assigned_bytes or compiled.memory.peak_memory_in_bytes
-    program = PlannedProgram(name, prediction.timeline, SourceLines(compiled.text), live, peak)
+    lines = SourceLines(compiled.text)
+    program = PlannedProgram(name, prediction.timeline, lines, live, peak)
     return Plan(
         name,
         asked,
@@ -352,7 +354,7 @@ def _plan_of(
         prediction.exposed_seconds,
         prediction.host_exposed_seconds,
         sum(times * event.seconds for event, times in prediction.timeline.runs() if event.is_guess),
-        (*_unknowns(bodies), *notes),
+        (*_unknowns(bodies, lines), *notes),
         compile_seconds,
         programs=((program, 1),),
     )
@@ -392,7 +394,7 @@ def _flops(bodies: hlo.Bodies, entry: str) -> float:
     works = Works(bodies)
     total = 0.0
     fused = {called for body in bodies.values() for x in body if x.op == "fusion" for called in x.called}
-    for name, runs in hlo.runs_of(bodies, entry).items():
+    for name, runs in hlo.runs_of(bodies, entry, unknown_trips=1).items():
         if name in fused:
             continue
         results = {instruction.name: instruction.result for instruction in bodies[name]}
@@ -404,8 +406,10 @@ def _flops(bodies: hlo.Bodies, entry: str) -> float:
     return total
 
 
-def _unknowns(bodies: hlo.Bodies) -> tuple[str, ...]:
+def _unknowns(bodies: hlo.Bodies, lines: SourceLines) -> tuple[str, ...]:
     found = []
+    loops = dict.fromkeys(lines.of(loop) or loop.name for loop in hlo.loops_that_data_end(bodies))
+    found += [f"how often a loop runs that its data end, {line}: one run is counted" for line in loops]
     instructions = [instruction for body in bodies.values() for instruction in body]
     if any(_CALLBACK.search(instruction.rest) for instruction in instructions if instruction.op == "custom-call"):
         found.append("callbacks to Python: their time on the host is not counted")
