@@ -15,6 +15,7 @@ import pytest
 from tests.helpers import cli, hosts, kills
 from tests.helpers.shards import npy, write_tar
 from zero.corpus.format.index_files import read_index
+from zero.hosts.same_configuration import source_digest
 from zero.record.metrics_file import read_metrics, read_resumes
 from zero.record.run_files import saved_config, saved_steps
 
@@ -283,8 +284,16 @@ def test_slurm(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(run.parent.iterdir()) == [run]
 
 
+OTHER_CODE = """
+import sys
+import zero.hosts.same_configuration
+if "distributed.process_id=2" in sys.argv:
+    zero.hosts.same_configuration.source_digest = lambda package: "other"
+"""
+
+
 def test_configurations_must_be_equal(workplace: Path) -> None:
-    """Hosts with another configuration are named, with the keys.
+    """Hosts with another configuration, or other code of zero, are named, with the keys.
 
     Also keys that would let both wait for each other, or end in a C++ stack, and a model of the same name.
     """
@@ -293,7 +302,8 @@ def test_configurations_must_be_equal(workplace: Path) -> None:
         2: ("training.evaluation_frequency=5", "seed=7", "model.size=test_vq"),
     }
     job = (*cli.TINY, "hydra.run.dir=different", "distributed.cpu_devices=1")
-    processes = hosts.start_forked([workplace] * 3, *job, own=own)
+    with cli.customized(OTHER_CODE):
+        processes = hosts.start_forked([workplace] * 3, *job, own=own)
     done = hosts.finish(processes)
     assert [one.returncode for one in done] == [2, 2, 2], [one.stderr for one in done]
     for one in done:
@@ -306,6 +316,10 @@ def test_configurations_must_be_equal(workplace: Path) -> None:
         ):
             assert expected in lines, one.stderr
         assert not any("process_id" in line for line in lines)
+        code = (
+            r"error: zero's code \(by a digest of its files\): host 0 has \"\w{12}\", host 2 has \"other\"; all hosts"
+        )
+        assert any(re.match(code, line) for line in lines), one.stderr
     assert not (workplace / "different" / "metrics.jsonl").exists()
 
 
@@ -317,6 +331,21 @@ def test_a_start_that_hangs_ends(forks: cli.Forks) -> None:
     assert done.returncode == 1, done.stderr
     assert "host 0 of 1" in done.stderr and "has made no progress for distributed.start_minutes=0.1" in done.stderr
     assert "stacks of the threads of host 0:" in done.stderr
+
+
+def test_digest_of_code(tmp_path: Path) -> None:
+    """It depends on names and contents of modules, and on nothing else of a folder."""
+    (tmp_path / "part").mkdir()
+    module = tmp_path / "part" / "one.py"
+    module.write_text("x = 1")
+    first = source_digest(tmp_path)
+    (tmp_path / "part" / "one.pyc").write_text("compiled")
+    os.utime(module, (1, 1))
+    assert source_digest(tmp_path) == first
+    module.write_text("x = 2")
+    second = source_digest(tmp_path)
+    module.rename(tmp_path / "one.py")
+    assert len({first, second, source_digest(tmp_path)}) == 3
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from zero.base.errors import UserError
@@ -13,7 +15,7 @@ from zero.hosts import agreement
 
 
 def check_same_configuration(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Compares values, the model and the version of jax with all other hosts.
+    """Compares values, the model, the version of jax and the code of zero with all other hosts.
 
     Args:
       values: of the checked configuration by the names of keys, without those that name something of one host.
@@ -25,9 +27,19 @@ def check_same_configuration(values: Mapping[str, Any], model: Mapping[str, Any]
     facts = {f"{key} of the model (model_config.yaml)": value for key, value in model.items()}
     facts |= values
     facts |= {f"the version of {package}": version(package) for package in ("jax", "jaxlib")}
+    facts["zero's code (by a digest of its files)"] = source_digest(Path(__file__).parents[1])
     texts = {key: json.dumps(value, default=str) for key, value in facts.items()}
     if mistakes := _differences(texts):
         raise UserError("\n".join(f"{mistake}; all hosts need the same value" for mistake in mistakes))
+
+
+def source_digest(package: Path) -> str:
+    """A digest of the names and contents of the modules below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def _differences(texts: dict[str, str]) -> list[str]:
