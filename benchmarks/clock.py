@@ -57,7 +57,8 @@ class Row:
 
     Attributes:
       compiler: versions.
-      prediction: digest of the code that predicts.
+      prediction: digest of the code that predicts; empty for a program that was predicted before a repair of it, and
+        corrected by the shapes of what the repair concerns.
       seconds: per step.
       kernel_seconds: of attention kernels, which are rated by their share of the peak.
       exposed_seconds: in which only collectives run.
@@ -71,9 +72,9 @@ class Row:
     prediction: str
     seconds: float
     kernel_seconds: float
-    exposed_seconds: float
-    host_seconds: float
-    guessed_seconds: float
+    exposed_seconds: float | None
+    host_seconds: float | None
+    guessed_seconds: float | None
     is_whole: bool = True
 
     def error(self, name: str) -> float:
@@ -122,18 +123,22 @@ def load_rows() -> dict[str, Row]:
 
 
 def table_row(name: str, row: Row) -> str:
-    """The row of a recipe in the page."""
-    other = row.seconds - row.kernel_seconds - row.exposed_seconds - row.host_seconds
+    """The row of a recipe in the page; cells are empty where a corrected program has left no figure."""
+    label = f"`{name}`"
+    if not row.prediction:
+        label += ", corrected by shapes"
+    if not row.is_whole:
+        label += ", schedule"
+    other = None
+    if row.exposed_seconds is not None and row.host_seconds is not None:
+        other = row.seconds - row.kernel_seconds - row.exposed_seconds - row.host_seconds
+    figures = (row.kernel_seconds, other, row.exposed_seconds, row.host_seconds, row.guessed_seconds)
     cells = (
-        f"`{name}`" + ("" if row.is_whole else ", schedule"),
+        label,
         f"{RECIPES[name].seconds:.3f}",
         f"{row.seconds:.3f}",
         f"{row.error(name):+.0%}",
-        f"{row.kernel_seconds:.3f}",
-        f"{other:.3f}",
-        f"{row.exposed_seconds:.3f}",
-        f"{row.host_seconds:.3f}",
-        f"{row.guessed_seconds:.3f}",
+        *("" if figure is None else f"{figure:.3f}" for figure in figures),
     )
     return f"| {' | '.join(cells)} |\n"
 

@@ -51,6 +51,10 @@ def test_rows() -> None:
     assert clock.table_row("llama3-8b-v6e-16", ROW) == (
         "| `llama3-8b-v6e-16` | 3.393 | 3.700 | +9% | 1.000 | 2.325 | 0.250 | 0.125 | 0.062 |\n"
     )
+    corrected = replace(ROW, prediction="", host_seconds=None)
+    assert clock.table_row("llama3-8b-v6e-16", corrected) == (
+        "| `llama3-8b-v6e-16`, corrected by shapes | 3.393 | 3.700 | +9% | 1.000 |  | 0.250 |  | 0.062 |\n"
+    )
     schedule = replace(ROW, is_whole=False)
     assert clock.table_row("llama3-8b-v6e-16", schedule).startswith("| `llama3-8b-v6e-16`, schedule |")
     rows = {"llama3-8b-v6e-16": ROW, "llama3-8b-v6e-32": Row("MaxText", "abc", 2.97075, 0, 0, 0, 0)}
@@ -92,6 +96,7 @@ def test_seconds_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "llama3-8b-v6e-32.schedule.txt.gz").write_bytes(gzip.compress(text.encode()))
     assert clock.read_program(tmp_path, "llama3-8b-v6e-32") == (text, False)
     row = clock.row_of("llama3-8b-v6e-16", *found)
+    assert row.guessed_seconds is not None
     assert row.kernel_seconds > 0 and row.guessed_seconds > 0
     assert row.seconds == pytest.approx(row.kernel_seconds + row.guessed_seconds + 0.001, rel=1e-3)
     monkeypatch.setattr(published, "MAXTEXT", tmp_path / "rows.json")
