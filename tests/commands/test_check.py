@@ -117,3 +117,23 @@ def test_a_step_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         check.main([str(program), "train_step", "arguments", "--topology", "v5e-7"])
     with pytest.raises(SystemExit, match=r"argument 0 has the shape \(\): expected 8 in dimension 0"):
         check.main([str(program), "train_step", "wrong", "--topology", "v5e-8"])
+
+
+MESH = """
+import jax, jax.numpy as jnp, numpy as np
+
+mesh = jax.sharding.Mesh(np.reshape(jax.devices(), 16), ("data",))
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+train_step = jax.jit(lambda x: x.sum())
+arguments = (jax.device_put(jnp.ones((1024, 1024)), rows),)
+"""
+
+
+def test_a_program_that_makes_its_mesh_of_all_devices(tmp_path: Path) -> None:
+    """In a process of its own, where the command decides how many CPUs there are."""
+    pytest.importorskip("libtpu")
+    (tmp_path / "train.py").write_text(MESH)
+    command = [sys.executable, "-m", "zero.commands.check", str(tmp_path / "train.py"), "train_step", "arguments"]
+    done = subprocess.run([*command, "--topology", "v5e-16"], capture_output=True, text=True, check=False, timeout=600)
+    assert done.stdout.startswith("<lambda> on v5e-16: 16 devices, TPU v5 lite\n"), done.stderr
+    assert "all-reduce: 1 per step" in done.stdout

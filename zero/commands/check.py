@@ -8,6 +8,7 @@ a host without accelerators as well. If a program makes both inside a function, 
 
 `python -m zero.commands.check train.py train_step arguments --topology v5e-16` prints `zero.plan` of a step instead:
 its memory, traffic and seconds on TPUs that need not be there. `arguments` is a tuple, or a function that returns one.
+While the program is loaded, `jax.devices()` are as many CPUs as the slice has devices, so it can make its own mesh.
 """
 
 from __future__ import annotations
@@ -121,6 +122,13 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
+def _create_cpus(topology: str) -> None:
+    """Gives jax as many CPUs as a slice has devices."""
+    zero.plan  # noqa: B018  # says which package is missing, if one is
+    jax.config.update("jax_platforms", "cpu")
+    zero.use_cpu_devices(len(zero.topology(topology)))
+
+
 def _plan(module: ModuleType, options: argparse.Namespace) -> int:
     """Prints the plan of a step: 0 if it fits, 1 if it does not."""
     for name in (options.name, options.made_from):
@@ -131,11 +139,7 @@ def _plan(module: ModuleType, options: argparse.Namespace) -> int:
             )
     made = getattr(module, options.made_from)
     try:
-        make_plan = zero.plan
-    except ModuleNotFoundError as error:
-        raise SystemExit(str(error)) from error
-    try:
-        plan = make_plan(
+        plan = zero.plan(
             getattr(module, options.name), *(made() if callable(made) else made), topology=options.topology
         )
     except (UserError, NotPlannable) as error:
@@ -165,6 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.save is not None and options.topology is None:
         parser.error("--save needs --topology")
+    if options.topology is not None:
+        try:
+            _create_cpus(options.topology)
+        except (ModuleNotFoundError, UserError) as error:
+            raise SystemExit(str(error)) from error
     module = _load(options.program)
     if options.topology is not None:
         return _plan(module, options)
