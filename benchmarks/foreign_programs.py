@@ -145,9 +145,7 @@ def diffusion_step(shape: Any, devices: int, jax: Any) -> Any:
 
 @program("levanter/src", "v3-32")
 def levanter_gpt2(shape: Any, devices: int, jax: Any) -> Any:
-    import haliax as hax
-    import jmp
-
+    hax, jmp = load("haliax"), load("jmp")
     models, trainers = load("levanter.models.gpt2"), load("levanter.trainer")
     examples, tracker = load("levanter.models.lm_model"), load("levanter.tracker.tracker")
     mp = jmp.get_policy("p=f32,c=bfloat16")
@@ -182,6 +180,7 @@ def maxtext(shape: Any, devices: int, jax: Any) -> Any:
         "enable_checkpointing": False,
         "log_config": False,
     }
+    assert compiled.__file__ is not None
     base = Path(compiled.__file__).parents[2] / "configs" / "base.yml"
     run = functools.partial(compiled.main, ["", str(base), *(f"{key}={value}" for key, value in settings.items())])
     return FirstCall(jax, "train_step", run)
