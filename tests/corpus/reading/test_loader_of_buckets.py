@@ -97,7 +97,7 @@ def test_faults_are_named_as_on_disk(server: str, bucket_corpus, monkeypatch: py
     with pytest.raises(UserError, match="truncated or damaged"):
         count_rows(f"{place}/a.tar")
     storage.write(f"{place}/it.index", b"ftp://other/a.tar # 3 rows\n")
-    with pytest.raises(UserError, match=r"it\.index: shard ftp://other/a\.tar: expected a local path or gs://"):
+    with pytest.raises(UserError, match=r"it\.index: ftp://other/a\.tar: expected a local path or gs://"):
         read_index(f"{place}/it.index")
     storage.write(f"{place}/it.index", b"b.tar # 6 rows\n")
     storage.write(f"{place}/b.tar", shard)

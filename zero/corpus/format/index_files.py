@@ -135,15 +135,15 @@ def read_index(index: str | Path, skip_bad: bool = False, on_one_host: OnOneHost
     uncounted = [number for number, (_, rows) in enumerate(listed) if rows is None]
 
     def look() -> list[list[Any]]:
-        try:
-            missing = _missing(paths)
-        except UserError as error:
-            raise type(error)(f"index file {index}: shard {error}") from error
+        missing = _missing(paths)
         if missing and not skip_bad:
             return [missing, []]
         return [missing, [shards.count_rows(paths[number]) for number in uncounted]]
 
-    missing, counts = looked_up(on_one_host, f"shards of {index}", paths, look, given=uncounted)
+    try:
+        missing, counts = looked_up(on_one_host, f"shards of {index}", paths, look, given=uncounted)
+    except UserError as error:
+        raise type(error)(f"index file {index}: {error}") from error
     if missing and not skip_bad:
         shown = missing[0] if missing[0].isprintable() else repr(missing[0])  # else a blank of no width is not seen
         problem = "is not a file" if os.path.exists(missing[0]) else "is missing"
