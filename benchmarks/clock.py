@@ -57,8 +57,8 @@ class Row:
 
     Attributes:
       compiler: versions.
-      prediction: digest of the code that predicts; empty for a program that was predicted before a repair of it, and
-        corrected by the shapes of what the repair concerns.
+      prediction: digest of the code that predicts. It is empty if the program was compiled before that code was
+        repaired: its seconds are then corrected by the shapes of the instructions that the repair changes.
       seconds: per step.
       kernel_seconds: of attention kernels, which are rated by their share of the peak.
       exposed_seconds: in which only collectives run.

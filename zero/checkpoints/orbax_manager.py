@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -43,19 +43,17 @@ def array_handler(*, from_host: bool) -> ocp.PyTreeCheckpointHandler:
     """
     import orbax.checkpoint as ocp
 
-    arrays = ocp.type_handlers.ArrayHandler(
+    of_arrays: dict[str, Any] = {"array_metadata_store": None}
+    of_all: dict[str, Any] = {"use_compression": False}
+    if from_host:
         # Otherwise each copy of the state would write a part of an array, which a device would have to cut.
-        use_replica_parallel=False if from_host else None,
-        array_metadata_store=None,
-    )
+        of_arrays["use_replica_parallel"] = False
+        of_all["save_device_host_concurrent_gb"] = COPIED_GB
+    arrays = ocp.type_handlers.ArrayHandler(**of_arrays)
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
-    return ocp.PyTreeCheckpointHandler(
-        use_compression=False,
-        type_handler_registry=registry,
-        save_device_host_concurrent_gb=COPIED_GB if from_host else None,
-    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **of_all)
 
 
 def open_manager(

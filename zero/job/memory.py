@@ -123,7 +123,9 @@ class StoredState(NamedTuple):
 
 def store_state(model: ShardedGPT, tx: optax.GradientTransformation, options: StepOptions) -> StoredState:
     """Where the state of a model and its optimizer is stored between steps."""
-    span = span_of(model, options) if options.streams_state else None
+    span = None
+    if options.streams_state:
+        span = span_of(model, options)
     layout = state_layout(model, tx, options)
     storage = OnDevices(layout, model.axis)
     if span is not None:

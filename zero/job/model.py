@@ -104,6 +104,7 @@ def make_model(
     """
     device = device or jax.devices()[0]
     platform = device.platform
+    warn_of_rounding(zero.product_dtype, device.device_kind)
     has_activations = "activations" in OFFLOADED[zero.offload]
     stores_all = platform == "cpu" and not zero.fused_update and not has_activations
     compute_dtype = if_auto(zero.compute_dtype, "float32" if platform == "cpu" else "bfloat16")
@@ -115,7 +116,6 @@ def make_model(
     kernel = chosen_kernel(attention.attention, platform, device.device_kind, positions=context, dtype=compute_dtype)
     if axis.replicas == 1 and axis.copies_dtype is not None:  # for example after the loss of a slice
         log.warning("zero.replica_wire_dtype=%s: no effect, because there is one copy of the state", axis.copies_dtype)
-    warn_of_rounding(zero.product_dtype, device.device_kind)
     model = ShardedGPT(
         model_config,
         axis,
