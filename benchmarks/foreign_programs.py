@@ -186,6 +186,10 @@ def maxtext(shape: Any, devices: int, jax: Any) -> Any:
     return FirstCall(jax, "train_step", run)
 
 
+class NoTensor:
+    """The type of a tensor in an empty module: einops asks whether an array is one of TensorFlow."""
+
+
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of `NOT_OF_THE_STEP`, whose every name is a mock."""
 
@@ -195,7 +199,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return MagicMock()
+        return MagicMock(Tensor=NoTensor, Variable=NoTensor)
 
     def exec_module(self, module: Any) -> None:
         pass

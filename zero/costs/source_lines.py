@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from pathlib import Path
 
 from zero.costs.hlo import Instruction
@@ -12,8 +13,30 @@ _ENTRY = re.compile(r"^(\d+) (.+)$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _WRAPPERS = re.compile(r"(?:jit\(\w+\)|shard_map|while|body|closed_call)/")  # of a path: what jax calls within
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# Files whose lines say nothing about a user's program: installed packages, and this one.
-_LIBRARIES = (f"{Path(__file__).parents[1]}/", "/site-packages/", "/dist-packages/", "<")
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
+# Packages that programs call: their lines say nothing about a program. Any other installed package can be the program.
+_LIBRARIES = {
+    "aqt",
+    "chex",
+    "distrax",
+    "einops",
+    "equinox",
+    "flax",
+    "haiku",
+    "haliax",
+    "jax",
+    "jaxlib",
+    "jaxtyping",
+    "jmp",
+    "numpy",
+    "optax",
+    "orbax",
+    "qwix",
+    "tokamax",
+}
+_PYTHON = sysconfig.get_path("stdlib")
+_ZERO = f"{Path(__file__).parents[1]}/"
+_COSTS = f"{Path(__file__).parent}/"  # calls the program: frames around it are not the program's
 
 
 class SourceLines:
@@ -44,10 +67,26 @@ class SourceLines:
         while frame in self._frames:
             location = self._locations[self._frames[frame]["file_location_id"]]
             file = self._files[location["file_name_id"]]
-            if not any(library in file for library in _LIBRARIES):
+            if file.startswith(_COSTS):
+                break
+            if not _is_library(file):
                 return f"{Path(file).name}:{location['line']}"
             frame = self._frames[frame]["parent_frame_id"] - 1  # 1: it has no parent
         return _WRAPPERS.sub("", instruction.op_name)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of zero, of Python or of a library that programs call.
+
+    >>> _is_library("/env/lib/python3.12/site-packages/flax/linen/linear.py"), _is_library("<frozen runpy>")
+    (True, True)
+    >>> _is_library("/env/lib/python3.12/site-packages/maxtext/layers/decoders.py"), _is_library("/home/me/train.py")
+    (False, False)
+    """
+    package = _PACKAGE.search(file)
+    if package is None or file.startswith(_ZERO):
+        return file.startswith((_ZERO, _PYTHON, "<"))
+    return package[1] in _LIBRARIES
 
 
 def _fields(entry: str) -> dict[str, int]:
