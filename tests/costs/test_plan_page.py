@@ -100,6 +100,16 @@ def test_the_page_says_what_an_instruction_is_and_where_it_comes_from(plan: Plan
     assert "Memory over the schedule, at most 1.5 GiB" in text
 
 
+def test_instructions_without_a_line_are_together(tmp_path: Path) -> None:
+    """A row for each of the compiler's copies would hide the program's lines."""
+    copies = [instruction(f"copy.{number}", "copy", frame=0, cycles=1500) for number in (530, 531)]
+    planned([Event(CORE, 1e-6 * number, 1e-6, copy, PART) for number, copy in enumerate(copies)]).save(
+        tmp_path / "plan.html"
+    )
+    row = '<td>copy</td><td class="number">0.032</td>\n<td class="number">44.4 %</td><td>copy</td>'
+    assert f'{row}<td class="number">32</td>' in (tmp_path / "plan.html").read_text()
+
+
 def test_a_hundred_thousand_instructions_are_aggregated(tmp_path: Path) -> None:
     """The page stays small, and the blocks cover the same time."""
     count = 100_000

@@ -183,13 +183,16 @@ def merged(blocks: Iterable[Block], most: int) -> list[Block]:
 
 
 def table(placed: Iterable[Placed], program: PlannedProgram) -> list[Row]:
-    """The most seconds, by source line and by what the instruction is or what it waits for."""
+    """The most seconds, by source line and by what the instruction is or what it waits for.
+
+    Instructions without a line, such as copies that the compiler added, are together if only their numbers differ.
+    """
     seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     runs: defaultdict[tuple[str, str], int] = defaultdict(int)
     for event, _, spent, times in placed:
         instruction = event.waits_for or event.instruction
         kind = hlo.kind_of(instruction) or instruction.op.removesuffix("-start")
-        key = program.lines.of(instruction) or instruction.name, kind
+        key = program.lines.of(instruction) or instruction.name.rstrip(".0123456789"), kind
         seconds[key] += spent
         runs[key] += times
     longest = sorted(seconds, key=lambda key: -seconds[key])[:ROWS]
