@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero.corpus.format.index_files import Shard, read_index
+from zero.corpus.format.index_files import Shards, read_index
 from zero.corpus.reading.contents import contents_of
 from zero.corpus.reading.order import Order
 
@@ -57,16 +57,16 @@ def write(place: Path, name: str, shards: int) -> Path:
 
 
 def start(indices: list[Path]) -> None:
-    shards: list[list[Shard]] = []
+    shards: list[Shards] = []
     with measured("  index files"):
         shards = [read_index(index) for index in indices]
     with measured("  identity"):
         for of_index in shards:
-            contents_of([(shard, shard.rows) for shard in of_index])
+            contents_of(of_index)
     with measured("  order, to the first buffer of a host"):
         for of_index in shards:
             streams = min(HOSTS, len(of_index))
-            next(Order(tuple(shard.rows for shard in of_index), streams, 1, 0, None).buffers(streams - 1, 0))
+            next(Order(tuple(of_index.rows.tolist()), streams, 1, 0, None).buffers(streams - 1, 0))
 
 
 def main() -> None:

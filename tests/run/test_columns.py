@@ -28,7 +28,7 @@ JOB: Any = SimpleNamespace(
 
 def store(index: Path, rows: int, value: float) -> None:
     """A teacher whose values tell the rows apart."""
-    contents = list(contents_of([(shard, shard.rows) for shard in read_index(str(index))]))
+    contents = list(contents_of(read_index(str(index))))
     tokens = np.arange(rows)[:, None, None] + np.zeros((rows, CONTEXT, 3))
     write_top_tokens(str(index), tokens.shape, 300, contents, [(tokens, np.full(tokens.shape, value))])
 

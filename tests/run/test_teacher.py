@@ -34,7 +34,7 @@ def column_of(index: Path, count: int = 2, context: int = CONTEXT, vocab_size: i
 
 
 def store(index: Path, rows: int, count: int = 3) -> None:
-    contents = list(contents_of([(shard, shard.rows) for shard in read_index(str(index))]))
+    contents = list(contents_of(read_index(str(index))))
     tokens = np.full((rows, CONTEXT, count), 250)
     write_top_tokens(str(index), tokens.shape, 300, contents, [(tokens, -2 * np.ones(tokens.shape))])
 

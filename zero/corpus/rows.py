@@ -202,9 +202,9 @@ class Rows:
 
 def _vocab_size(index: str | Path | Sequence[str | Path] | Mapping[str, Weight]) -> int:
     """The largest vocabulary recorded in the manifests beside the shards; the range of int32 if a shard has none."""
-    shards = itertools.chain.from_iterable(map(listed_shards, paths_of(index)))
+    paths = itertools.chain.from_iterable(listed_shards(path).paths for path in paths_of(index))
     sizes = []
-    for folder in sorted({storage.parent(shard.path) for shard in shards}):
+    for folder in sorted(map(storage.parent, storage.one_of_each_folder(paths))):
         recorded = manifest.find(folder)
         size = None if recorded is None else recorded.get("vocab_size")
         if not isinstance(size, int):

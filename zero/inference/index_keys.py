@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.base.keys import Check, key
-from zero.corpus.format.index_files import PATHS, SETS, Shard, named_sets, paths_of, read_index
+from zero.corpus.format.index_files import PATHS, SETS, Shards, named_sets, paths_of, read_index
 from zero.corpus.reading.keys import SetKeys, is_validation
 
 
@@ -30,7 +30,7 @@ class IndexKeys:
         return named_sets(self.index or data.index_path_validation, data.bucket_path)
 
 
-def shards_of(indices: Iterable[str | list[str]]) -> list[Shard]:
+def shards_of(indices: Iterable[str | list[str]]) -> Shards:
     """The shards of index files, or of lists of them."""
     paths = itertools.chain.from_iterable(map(paths_of, indices))
-    return list(itertools.chain.from_iterable(map(read_index, paths)))
+    return Shards.joined(map(read_index, paths))

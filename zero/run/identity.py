@@ -31,11 +31,10 @@ def check_identity(
       UserError: the training data or the tokenizer differs from the checkpoint's, or from another host's.
     """
     contents = list(loader.contents)
-    shards = loader.shards
+    paths = list(loader.shards.paths)
     for data in validation.values():
         contents += data.contents
-        shards += data.shards
-    paths = [shard.path for shard in shards]
+        paths += data.shards.paths
     looked_up(
         agreement.on_host_0,
         "tokenizers of the corpora",

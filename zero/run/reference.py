@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import closing
 from functools import cache
 from typing import Any
@@ -22,7 +21,7 @@ from jax import lax
 
 from zero.base.errors import UserError
 from zero.corpus.format import directory
-from zero.corpus.format.index_files import Shard, read_index
+from zero.corpus.format.index_files import Shards, read_index
 from zero.corpus.format.one_host import looked_up
 from zero.corpus.format.shards import RowFormat
 from zero.corpus.reading.contents import contents_on_one_host
@@ -75,7 +74,7 @@ def _index_values(index: str, inputs: ColumnInputs, job: Job, position: Training
     """The values of one index file, float32 `(rows, texts)`."""
     texts = job.objective.example.texts
     shards = read_index(index, on_one_host=agreement.on_host_0)
-    rows = sum(shard.rows for shard in shards)
+    rows = int(shards.rows.sum())
     path = _place(index, shards, inputs, job, position)
     exists = looked_up(agreement.on_host_0, f"log-probabilities of {index}", [path], lambda: storage.exists(path))
     (absent,) = agreement.sum_over_hosts(int(not exists))
@@ -112,10 +111,10 @@ def _decoded(path: str, data: bytes) -> np.ndarray:
     return stored
 
 
-def _place(index: str, shards: Sequence[Shard], inputs: ColumnInputs, job: Job, position: TrainingPosition) -> str:
+def _place(index: str, shards: Shards, inputs: ColumnInputs, job: Job, position: TrainingPosition) -> str:
     """The path of the values, with a digest of everything that they depend on."""
     assert position.base is not None
-    pairs = contents_on_one_host(index, [(shard, shard.rows) for shard in shards], agreement.on_host_0)
+    pairs = contents_on_one_host(index, shards, agreement.on_host_0)
     facts = {"weights": position.base["checksum"], "pairs": pairs, **score_identity(inputs.scores, job.model)}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return f"{index.removesuffix('.index')}.reference-{digest}.npy"

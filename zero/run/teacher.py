@@ -39,7 +39,7 @@ def _check(index: str, described: TopTokens, context: int, count: int, vocab_siz
     """Compares the stored values with the run."""
     place = f"the teacher's tokens beside {index}"
     shards = read_index(index, on_one_host=agreement.on_host_0)
-    contents = contents_on_one_host(index, [(shard, shard.rows) for shard in shards], agreement.on_host_0)
+    contents = contents_on_one_host(index, shards, agreement.on_host_0)
     if described.contents != list(contents):
         raise UserError(f"{place} are of other shards than it lists: write them again")
     if described.positions != context:

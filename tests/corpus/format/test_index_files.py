@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.shards import first_tokens, loader, npy, write_corpus, write_tar
 from zero.base.errors import Unavailable, UserError
-from zero.corpus.format.index_files import _Paths, index_paths, read_index
+from zero.corpus.format.index_files import _paths_of, index_paths, listed_shards, read_index
 from zero.files import storage
 
 pytestmark = pytest.mark.quick
@@ -23,6 +23,19 @@ def test_rows_are_counted(tmp_path: Path, counted: bool):
     assert [shard.rows for shard in read_index(index)] == [700, 3, 1200]
     (rows,) = first_tokens(loader(index, global_rows=1903, max_epochs=1).batches())
     assert sorted(rows) == list(range(1903))
+
+
+@pytest.mark.parametrize("folder", [".", "c/d", "../c", "/a"])
+@pytest.mark.parametrize("comment", ["", " # 7 rows"])
+def test_lines_are_read_alike(tmp_path: Path, folder: str, comment: str):
+    """The lines of zero-prepare, which are read all at once, mean the same as beside a line of another form."""
+    lines = "".join(f"{folder}/{number}.tar{comment}\n" for number in range(3))
+    (tmp_path / "plain.index").write_text(lines)
+    (tmp_path / "other.index").write_text(f"# as people write them\n{lines}")
+    plain, other = listed_shards(tmp_path / "plain.index"), listed_shards(tmp_path / "other.index")
+    assert plain.paths == other.paths == [storage.join(tmp_path, f"{folder}/{number}.tar") for number in range(3)]
+    assert plain.rows.tolist() == other.rows.tolist() == [7 if comment else 0] * 3
+    assert plain.names == [shard.name for shard in plain]
 
 
 def test_any_character_in_a_name(tmp_path: Path):
@@ -131,10 +144,9 @@ def test_places_of_index_files(value: Any, bucket_path: str | None, index: Any) 
 def test_paths_are_those_of_a_join(folder: str) -> None:
     """A folder that many names share is joined once, and no path is another one than by itself."""
     parts = ["c", ".", "..", "", "gs:", "a.tar"]
-    path_of = _Paths(folder)
-    for length in (1, 2, 3, 4):
-        for name in filter(None, map("/".join, itertools.product(parts, repeat=length))):
-            assert path_of(name) == storage.join(folder, name), name
+    folders = itertools.chain.from_iterable(itertools.product(parts, repeat=length) for length in range(4))
+    names = ["/".join([*names, file]) for names in folders for file in ("a.tar", "0.tar")]
+    assert _paths_of(folder, names) == [storage.join(folder, name) for name in names]
 
 
 def test_each_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

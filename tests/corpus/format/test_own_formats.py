@@ -165,7 +165,7 @@ def test_braces(made: Corpus, tmp_path: Path):
     last = len(shards) - 1
     pattern = f"{made.directory}/train-{{00000..{last:05d}}}.tar"
     (tmp_path / "braces.index").write_text(f"{pattern}\n")
-    assert last > 3 and read_index(tmp_path / "braces.index") == [
+    assert last > 3 and list(read_index(tmp_path / "braces.index")) == [
         shard.__class__(f"{made.directory}/{Path(shard.path).name}", shard.rows) for shard in shards
     ]
     expected = tokens_of(made.train_index, 16).tolist()

@@ -77,7 +77,7 @@ def test_tars_of_any_form(tmp_path: Path, form: int):
     assert shards.rows == len(names)
     assert first_tokens(shards.batches()) == [[number + 1] for number in range(len(names))]
     with open(tmp_path / "s.tar", "rb") as stream:
-        keys = [sample["__key__"] for sample in read_samples(shards.corpora[0].shards[0][0].path, stream)]
+        keys = [sample["__key__"] for sample in read_samples(shards.corpora[0].shards[0].path, stream)]
     assert keys == names
 
 

@@ -161,18 +161,18 @@ def test_identity_is_that_of_the_parts(lines: Path, tmp_path: Path):
     """A start reads the manifest of the corpus, not those of its parts; the facts change with a part's contents."""
     options: dict[str, Any] = {"workers": 1, "part_bytes": PART_BYTES}
     corpus = make(lines, tmp_path / "a", **options)
-    shards = [shard.path for shard in read_index(corpus.train_index)]
+    shards = read_index(corpus.train_index)
     facts = shard_facts(shards)
-    assert {fact.known_by for fact in facts.values()} == {"manifest"}
-    assert len({fact.value for fact in facts.values()}) == len(shards)
+    assert {fact.known_by for fact in facts} == {"manifest"}
+    assert len({fact.value for fact in facts}) == len(shards)
     for path in Path(corpus.directory).glob("part-*.json"):
         path.unlink()
     assert shard_facts(shards) == facts
     path = lines / "2.jsonl"
     path.write_text(path.read_text().replace("some", "more"))
     changed = make(lines, tmp_path / "b", **options)
-    others = shard_facts([shard.path for shard in read_index(changed.train_index)])
-    same = [fact == other for fact, other in zip(facts.values(), others.values(), strict=True)]
+    others = shard_facts(read_index(changed.train_index))
+    same = [fact == other for fact, other in zip(facts, others, strict=True)]
     assert 0 < sum(same) < len(same)
     manifest = find(corpus.directory)
     assert manifest is not None and len(manifest["parts"]) == 4 and "shards" not in manifest["train"]

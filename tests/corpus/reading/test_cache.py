@@ -39,8 +39,8 @@ def test_cache_replaces_the_bucket(server: str, bucket_corpus, tmp_path: Path, m
     with bucket.disturbed(proxy) as address:
         bucket.use(monkeypatch, address)
         data = loader(bucket_corpus[0], max_epochs=3)
-        for one, _ in data.corpora[0].shards:
-            object.__setattr__(one, "path", bucket_corpus[1].replace("index/it.index", f"shards/{Path(one.path).name}"))
+        paths = data.corpora[0].shards.paths
+        paths[:] = [bucket_corpus[1].replace("index/it.index", f"shards/{Path(path).name}") for path in paths]
         object.__setattr__(data.corpora[0], "cache", cache)
         assert tokens_of(data) == quiet
     assert not proxy.injected

@@ -5,13 +5,14 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers import bucket
 from tests.helpers.corpora import make
 from tests.helpers.shards import loader, write_corpus
 from zero.base.errors import UserError
-from zero.corpus.format.index_files import Shard, read_index
+from zero.corpus.format.index_files import Shards, read_index
 from zero.corpus.format.manifest import MANIFEST
 from zero.corpus.reading import contents as contents_module
 from zero.corpus.reading.contents import BLOCK_BYTES, BLOCKS, Contents, IndexContents, check_contents, contents_of
@@ -21,7 +22,7 @@ from zero.files.storage.objects import ObjectStat
 
 
 def contents(index: str | Path) -> Contents:
-    return contents_of([(shard, shard.rows) for shard in read_index(index)])
+    return contents_of(read_index(index))
 
 
 @pytest.fixture
@@ -101,7 +102,8 @@ def test_shards_that_nobody_has_read_are_not_compared(tmp_path: Path, caplog: py
     """Missing shards are known by their names only, before and now: neither equal nor different contents follow."""
     for name in ("first", "second"):
         before, now = (
-            IndexContents("it.index", *contents_of([(Shard(str(tmp_path / shard), 8), 8)])) for shard in ("first", name)
+            IndexContents("it.index", *contents_of(Shards([str(tmp_path / shard)], np.array([8]))))
+            for shard in ("first", name)
         )
         assert before.known_by == "nothing"
         assert not check_contents([before], [now], "these are other shards")
@@ -160,7 +162,7 @@ def test_stores_that_state_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(contents_module, "recorded_checksums", lambda directory: lambda name: None)
         stats = {} if version is None else {url: ObjectStat(9, version, None)}
         monkeypatch.setattr(storage, "list_stats", lambda directory, is_deep: stats)
-        return contents_of([(Shard(url, 3), 3)])
+        return contents_of(Shards([url], np.array([3])))
 
     before, replaced, copy = (contents_at(*one) for one in (("az://c/a", "1"), ("az://c/a", "2"), ("az://c/b", "3")))
     assert before == contents_at("az://c/a", "1") and before.known_by == replaced.known_by == "versions in az://c/a"
@@ -174,8 +176,8 @@ def test_cost_does_not_grow_with_a_shard(tmp_path: Path) -> None:
     shard = tmp_path / "large.tar"
     with shard.open("wb") as file:
         file.truncate(4 * 2**40)  # of holes
-    before = contents_of([(Shard(str(shard), 9), 9)])
+    before = contents_of(Shards([str(shard)], np.array([9])))
     with shard.open("r+b") as file:
         file.seek(2**40)
         file.write(b"x")
-    assert contents_of([(Shard(str(shard), 9), 9)]).digest != before.digest
+    assert contents_of(Shards([str(shard)], np.array([9]))).digest != before.digest

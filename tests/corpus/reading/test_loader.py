@@ -94,7 +94,7 @@ def test_hosts_open_own_shards(corpus, monkeypatch):
         data = loader(index, global_rows=8, host=host, hosts=4, max_epochs=1)
         pieces = watch_reads(monkeypatch)
         assert len(list(data.batches())) == 6
-        opened.append([data.corpora[0].shards[piece.shard][0].path for piece in pieces])
+        opened.append([data.corpora[0].shards[piece.shard].path for piece in pieces])
     assert sorted(flat(opened)) == sorted(shard.path for shard in read_index(index))  # each by one host, once
     assert all(len(mine) == 2 for mine in opened)
 

@@ -6,10 +6,13 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from zero.base.errors import UserError, file_error
 from zero.corpus.format import shards
@@ -23,8 +26,8 @@ MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
 FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
 BYTE_ORDER_MARK = "\ufeff"
 Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
-# As zero-prepare writes it, of so few rows that any shard may hold them; read in a third of the time of other lines.
-_PLAIN_LINE = re.compile(r"([^\s#{}\0\ufeff]+) # ([1-9][0-9]{0,6}) rows")
+# As zero-prepare writes them, of so few rows that any shard may hold them: a million are read at once.
+_PLAIN_LINES = re.compile(r"^([^\s#{}\0\ufeff]+\.tar)(?: # ([1-9][0-9]{0,6}) rows)?$", re.MULTILINE)
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")  # of a shell; others are characters of a name
 _log = logging.getLogger(__name__)
 
@@ -46,14 +49,67 @@ class Shard:
         return "/".join(path.rsplit("/", 2)[-2:])
 
 
-class Listed(NamedTuple):
-    """A line of an index file."""
+@dataclass(frozen=True, eq=False)
+class Shards(Sequence[Shard]):
+    """Shards in columns: a million objects would take as long as all else of a start.
 
-    path: str
-    rows: int | None  # None: the index file does not record them
+    Attributes:
+      paths: of each.
+      rows: in each, int64 (shards,); 0 where they are not known yet.
+
+    >>> list(Shards(["a.tar", "b.tar"], np.array([3, 4])))
+    [Shard(path='a.tar', rows=3), Shard(path='b.tar', rows=4)]
+    """
+
+    paths: list[str]
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return Shards(self.paths[place], self.rows[place])
+        return Shard(self.paths[place], int(self.rows[place]))
+
+    def __iter__(self) -> Iterator[Shard]:
+        return map(Shard, self.paths, self.rows.tolist())
+
+    @cached_property
+    def by_folder(self) -> list[tuple[str, list[str]]]:
+        """Neighboring paths of the same folder, after what they begin with."""
+        return list(storage.by_folder(self.paths))
+
+    @property
+    def names(self) -> list[str]:
+        """The `name` of each."""
+        names: list[str] = []
+        for beginning, paths in self.by_folder:
+            folder = Shard(paths[0], 0).name.rpartition("/")[0]
+            names += [f"{folder}/{path[len(beginning) :]}" for path in paths]
+        return names
+
+    def only(self, chosen: np.ndarray) -> Shards:
+        """Those that are chosen, by a bool (shards,)."""
+        if chosen.all():
+            return self
+        return Shards(list(itertools.compress(self.paths, chosen.tolist())), self.rows[chosen])
+
+    @staticmethod
+    def joined(parts: Iterable[Shards]) -> Shards:
+        """All shards of one part after the other.
+
+        >>> Shards.joined([Shards(["a.tar"], np.array([3])), Shards(["b.tar"], np.array([4]))]).rows
+        array([3, 4])
+        """
+        parts = list(parts)
+        if len(parts) == 1:
+            return parts[0]
+        rows = [np.zeros(0, np.int64), *(part.rows for part in parts)]
+        return Shards(list(itertools.chain.from_iterable(part.paths for part in parts)), np.concatenate(rows))
 
 
-def listed_shards(index: str | Path) -> list[Listed]:
+def listed_shards(index: str | Path) -> Shards:
     """The shards of an .index file: one path or URL per line, relative to the file; `#` begins a comment.
 
     A comment of `<n> rows` after a path, as zero-prepare writes it, saves counting the rows of that shard. A path may
@@ -64,7 +120,31 @@ def listed_shards(index: str | Path) -> list[Listed]:
       UserError: the index is missing or empty, is something else, or lists a shard twice.
     """
     if str(index).endswith(SHARD):
-        return [Listed(str(index), None)]
+        return _columns([(str(index), 0)])
+    text = _text_of(index)
+    plain = _PLAIN_LINES.findall(text)
+    paths = _paths_of(storage.parent(index), [name for name, _ in plain])
+    is_plain = len(plain) == text.count("\n") + (not text.endswith("\n")) and len(set(paths)) == len(paths)
+    if is_plain:
+        return Shards(paths, np.array([int(rows or 0) for _, rows in plain], np.int64))
+    listed: dict[str, int] = {}
+    for line_name, entries in _listed_lines(index, text):
+        for path, rows in entries:
+            if path in listed:
+                raise UserError(f"{line_name}: lists {path} twice; each row is read once per epoch")
+            listed[path] = rows
+    if not listed:
+        raise UserError(f"index file {index} lists no shards; expected one path per line")
+    return _columns(listed.items())
+
+
+def _columns(listed: Iterable[tuple[str, int]]) -> Shards:
+    paths, rows = zip(*listed, strict=True)
+    return Shards(list(paths), np.array(rows, np.int64))
+
+
+def _text_of(index: str | Path) -> str:
+    """The text of an index file; UserError if it is missing or something else."""
     try:
         content = storage.read_bytes(index)
     except FileNotFoundError:
@@ -81,30 +161,32 @@ def listed_shards(index: str | Path) -> list[Listed]:
             f"be converted: zero-prepare {index} --tokenizer tokenizer.json"
         )
     with reading(f"index file {index} is not UTF-8 text"):
-        # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
-        lines = content.decode().split("\n")
-    path_of = _Paths(storage.parent(index))
-    listed: list[Listed] = []
-    paths: set[str] = set()
-    for number, line in enumerate(lines, 1):
-        plain = _PLAIN_LINE.fullmatch(line)
-        if plain:
-            entries = [Listed(path_of(plain[1]), int(plain[2]))]
-        else:
-            entries = _listed_in(line, f"index file {index}, line {number}", path_of)
-        for entry in entries:
-            if entry.path in paths:
-                raise UserError(
-                    f"index file {index}, line {number}: lists {entry.path} twice; each row is read once per epoch"
-                )
-            paths.add(entry.path)
-            listed.append(entry)
-    if not listed:
-        raise UserError(f"index file {index} lists no shards; expected one path per line")
-    return listed
+        return content.decode()
 
 
-def _listed_in(line: str, line_name: str, path_of: Callable[[str], str]) -> list[Listed]:
+def _paths_of(folder: str, names: Iterable[str]) -> list[str]:
+    """Paths of the names of files in an index file, as `storage.join` gives them; each folder of theirs is joined once.
+
+    >>> _paths_of("data/index", ["c/0.tar", "c/1.tar", "/2.tar", "gs://b/c/3.tar", "4.tar"])
+    ['data/index/c/0.tar', 'data/index/c/1.tar', '/2.tar', 'gs://b/c/3.tar', 'data/index/4.tar']
+    """
+    paths: list[str] = []
+    for beginning, names_of_folder in storage.by_folder(names):
+        joined = storage.join(folder, f"{beginning}0").removesuffix("0")
+        paths += [joined + name[len(beginning) :] for name in names_of_folder]
+    return paths
+
+
+def _listed_lines(index: str | Path, text: str) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """The shards of each line of an index file with their rows, after what messages call the line."""
+    folder = storage.parent(index)
+    # Not splitlines(), which also cuts at characters that a file name may hold, as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
+        line_name = f"index file {index}, line {number}"
+        yield line_name, _listed_in(line, line_name, folder)
+
+
+def _listed_in(line: str, line_name: str, folder: str) -> list[tuple[str, int]]:
     """The shards of any line of an index file, which may have a comment, braces or nothing."""
     name, *comment = re.split(r"(?:^|\s+)#", line.strip().removeprefix(BYTE_ORDER_MARK).lstrip(), maxsplit=1)
     if "\0" in name:
@@ -112,17 +194,18 @@ def _listed_in(line: str, line_name: str, path_of: Callable[[str], str]) -> list
     if not name:
         return []
     counted = re.match(r"\s*([+-]?[0-9]+) rows\b", "".join(comment))
-    rows = int(counted[1]) if counted and len(counted[1]) <= 10 else None
-    paths = expand_braces(path_of(name))
-    for path in paths:
-        if counted and rows is not None and rows < 1:
-            raise UserError(f"{line_name}: {counted[1]} rows: expected at least 1; leave out empty shards")
-        if counted and (rows is None or not _can_hold(path, rows)):
-            raise UserError(f"{line_name}: the shard cannot hold {counted[1][:30]} rows")
-    return [Listed(path, rows) for path in paths]
+    paths = expand_braces(storage.join(folder, name))
+    if counted is None:
+        return [(path, 0) for path in paths]
+    rows = int(counted[1]) if len(counted[1]) <= 10 else None
+    if rows is not None and rows < 1:
+        raise UserError(f"{line_name}: {counted[1]} rows: expected at least 1; leave out empty shards")
+    if rows is None or not all(_can_hold(path, rows) for path in paths):
+        raise UserError(f"{line_name}: the shard cannot hold {counted[1][:30]} rows")
+    return [(path, rows) for path in paths]
 
 
-def read_index(index: str | Path, skip_bad: bool = False, on_one_host: OnOneHost = alone) -> list[Shard]:
+def read_index(index: str | Path, skip_bad: bool = False, on_one_host: OnOneHost = alone) -> Shards:
     """The shards of an .index file (`listed_shards`), those counted whose rows it does not record.
 
     Whether shards of buckets exist, and how many rows they have, is looked up on one host.
@@ -131,11 +214,11 @@ def read_index(index: str | Path, skip_bad: bool = False, on_one_host: OnOneHost
     that are missing, unless `skip_bad`.
     """
     listed = listed_shards(index)
-    paths = [path for path, _ in listed]
-    uncounted = [number for number, (_, rows) in enumerate(listed) if rows is None]
+    paths = listed.paths
+    uncounted = np.flatnonzero(listed.rows == 0).tolist()
 
     def look() -> list[list[Any]]:
-        missing = _missing(paths)
+        missing = _missing(listed)
         if missing and not skip_bad:
             return [missing, []]
         return [missing, [shards.count_rows(paths[number]) for number in uncounted]]
@@ -148,8 +231,8 @@ def read_index(index: str | Path, skip_bad: bool = False, on_one_host: OnOneHost
         shown = missing[0] if missing[0].isprintable() else repr(missing[0])  # else a blank of no width is not seen
         problem = "is not a file" if os.path.exists(missing[0]) else "is missing"
         raise BadData(f"index file {index}: shard {shown} {problem}")
-    counted = dict(zip(uncounted, counts, strict=True))
-    return [Shard(path, counted[number] if rows is None else rows) for number, (path, rows) in enumerate(listed)]
+    listed.rows[uncounted] = counts
+    return listed
 
 
 def _folder_note(index: str | Path) -> str:
@@ -176,30 +259,6 @@ def expand_braces(name: str) -> list[str]:
 
     with reading(f"{name}: its braces do not follow the syntax of a shell"):
         return list(braceexpand.braceexpand(name))
-
-
-class _Paths:
-    """Paths of the names in an index file, as `storage.join` gives them; each folder of theirs is joined once.
-
-    >>> path_of = _Paths("data/index")
-    >>> [path_of(name) for name in ("c/0.tar", "c/./1.tar", "c/..", "/2.tar", "gs://b/c/3.tar", "gs://b")]
-    ['data/index/c/0.tar', 'data/index/c/1.tar', 'data/index/c/..', '/2.tar', 'gs://b/c/3.tar', 'gs://b']
-    >>> path_of("4.tar"), path_of("5.tar"), _Paths("")("6.tar")
-    ('data/index/4.tar', 'data/index/5.tar', '6.tar')
-    """
-
-    def __init__(self, folder: str):
-        self._folder = folder
-        self._beginnings: dict[str, str] = {}  # of paths, by the folder that a name has
-
-    def __call__(self, name: str) -> str:
-        head, slash, tail = name.rpartition("/")
-        is_plain = tail not in ("", ".", "..") and not (slash and (not head or head.endswith("/")))
-        if not is_plain:
-            return storage.join(self._folder, name)
-        if head not in self._beginnings:
-            self._beginnings[head] = storage.join(self._folder, f"{head}{slash}0").removesuffix("0")
-        return self._beginnings[head] + tail
 
 
 def index_paths(value: Any, bucket_path: str | None) -> str | list[str] | dict[str, Weight]:
@@ -238,23 +297,26 @@ def _can_hold(path: str, rows: int) -> bool:
     return rows <= most
 
 
-def _missing(paths: list[str]) -> list[str]:
+def _missing(shards: Shards) -> list[str]:
     """The paths that do not exist; not checked in a bucket that may be read but not listed."""
     missing = []
-    paths_by_directory: dict[str, list[str]] = {}  # in buckets
-    for path in paths:
-        if storage.is_remote(path):
-            paths_by_directory.setdefault(storage.parent(path), []).append(path)
-        elif not os.path.isfile(path):
-            missing.append(path)
-    for directory, remote in paths_by_directory.items():
-        try:
-            existing = storage.list_stats(directory, is_deep=False)
-        except storage.AccessDenied as error:
-            _log.warning("missing shards will be noticed only when they are read: %s", error)
-            continue
-        missing += [path for path in remote if path not in existing]
+    listed = cache(_listed_folder)
+    for _, files in shards.by_folder:
+        if storage.is_remote(files[0]):
+            existing = listed(storage.parent(files[0]))
+            missing += [path for path in files if existing is not None and path not in existing]
+        else:
+            missing += [path for path in files if not os.path.isfile(path)]
     return missing
+
+
+def _listed_folder(folder: str) -> Mapping[str, Any] | None:
+    """The files of a folder in a bucket; None if it may not be listed."""
+    try:
+        return storage.list_stats(folder, is_deep=False)
+    except storage.AccessDenied as error:
+        _log.warning("missing shards will be noticed only when they are read: %s", error)
+        return None
 
 
 def paths_of(index: str | Path | Iterable[str | Path]) -> list[str]:
@@ -274,11 +336,20 @@ def row_tokens(index: str | Path | Sequence[str | Path]) -> int:
       BadData: the first shard is missing or damaged; the message names the index file.
     """
     path = paths_of(index)[0]
-    first = listed_shards(path)[0]
     try:
-        return shards.row_tokens(first.path)
+        return shards.row_tokens(_first_shard(path))
     except BadData as error:
         raise BadData(f"index file {path}: {error}") from error
+
+
+def _first_shard(index: str) -> str:
+    """The path of the first shard that an index file lists, without reading the other lines."""
+    if index.endswith(SHARD):
+        return index
+    for _, entries in _listed_lines(index, _text_of(index)):
+        for path, _ in entries:
+            return path
+    return listed_shards(index)[0].path  # which says that there is none
 
 
 def row_lengths(indices: Iterable[str], *, skip_bad: bool) -> set[int]:

@@ -182,7 +182,7 @@ def described(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 def check_tokenizers(shards: Iterable[str], tokenizer: Tokenizer) -> None:
     """Raises UserError if one of these shards was prepared with another tokenizer than `data.tokenizer`."""
-    for folder in sorted({storage.parent(shard) for shard in shards}):
+    for folder in sorted(map(storage.parent, storage.one_of_each_folder(shards))):
         try:
             check_tokenizer(folder, tokenizer)
         except UserError as error:

@@ -38,7 +38,7 @@ def looked_up(
     A host with other paths, or with something else `given`, looks for itself, so that it finds what differs.
     """
     inputs = hashlib.sha256("\n".join([*paths, str(given)]).encode("utf-8", "surrogateescape")).hexdigest()
-    is_remote = all(map(storage.is_remote, paths))
+    is_remote = storage.are_remote(paths)
     found = on_one_host(name, lambda: [inputs, look()] if is_remote else None)
     if found is None or found[0] != inputs:
         return look()

@@ -11,15 +11,20 @@ Reasons, and what is not noticed: docs/decisions/data-order.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from stat import S_ISREG
 from typing import NamedTuple
 
+import numpy as np
+
 from zero.base.errors import UserError
-from zero.corpus.format.index_files import Shard
+from zero.corpus.format.index_files import Shards
 from zero.corpus.format.manifest import recorded_checksums
 from zero.corpus.format.one_host import OnOneHost, looked_up
 from zero.files import storage
@@ -62,20 +67,30 @@ class IndexContents(NamedTuple):
     digest: str
 
 
-def contents_of(shards: Sequence[tuple[Shard, int]]) -> Contents:
-    """The contents of shards, each with the number of its rows that are used. It does not depend on their paths."""
-    facts = shard_facts([shard.path for shard, _ in shards])
-    lines = [f"{facts[shard.path]} {shard.rows}" for shard, _ in shards]
-    known_by = "+".join(sorted({facts[shard.path].known_by for shard, _ in shards}))
+def contents_of(shards: Shards, used: np.ndarray | None = None) -> Contents:
+    """The contents of shards, which do not depend on their paths.
+
+    Args:
+      used: how many rows are used of each, (shards,); None: all.
+    """
+    facts = shard_facts(shards)
+    # The text of a named tuple, as in the digests of saved cursors.
+    lines = [
+        f"Facts(known_by={known_by!r}, value={value!r}) {rows}"
+        for (known_by, value), rows in zip(facts, shards.rows.tolist(), strict=True)
+    ]
+    known_by = "+".join(sorted({fact.known_by for fact in facts}))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return Contents(sum(rows for _, rows in shards), known_by, digest)
+    return Contents(int((shards.rows if used is None else used).sum()), known_by, digest)
 
 
-def contents_on_one_host(index: str, shards: Sequence[tuple[Shard, int]], on_one_host: OnOneHost) -> Contents:
+def contents_on_one_host(
+    index: str, shards: Shards, on_one_host: OnOneHost, used: np.ndarray | None = None
+) -> Contents:
     """The contents of the shards of an index file, looked up on one host if they are in buckets."""
-    paths = [shard.path for shard, _ in shards]
-    rows = [(shard.rows, used) for shard, used in shards]
-    return Contents(*looked_up(on_one_host, f"contents of {index}", paths, lambda: contents_of(shards), given=rows))
+    rows = [shards.rows.tolist(), None if used is None else used.tolist()]
+    look = functools.partial(contents_of, shards, used)
+    return Contents(*looked_up(on_one_host, f"contents of {index}", shards.paths, look, given=rows))
 
 
 def check_contents(
@@ -118,58 +133,69 @@ def check_contents(
     return not not_compared
 
 
-def shard_facts(paths: Iterable[str]) -> dict[str, Facts]:
-    """The facts of each shard; a request or two for each directory, and a few reads for each file without manifest."""
-    by_directory: dict[str, list[str]] = {}
-    for path in paths:
-        by_directory.setdefault(storage.parent(path), []).append(path)
-    facts: dict[str, Facts] = {}
-    for directory, shards in by_directory.items():
-        recorded = recorded_checksums(directory)
-        unlisted = []
-        for path in shards:
+def shard_facts(shards: Shards) -> list[Facts]:
+    """The facts of each shard; a request or two for each folder, and a few reads for each file without manifest."""
+    recorded_of, stats_of = functools.cache(recorded_checksums), functools.cache(_listed_folder)
+    facts: list[Facts] = []
+    unlisted: list[int] = []  # places of files without a manifest
+    for _, files in shards.by_folder:
+        folder = storage.parent(files[0])
+        recorded = recorded_of(folder)
+        is_remote = storage.is_remote(folder)
+        versions = f"versions in {folder}"  # a copy elsewhere has others
+        for path in files:
             checksum = recorded(path.rpartition("/")[2])
             if checksum is not None:
-                facts[path] = Facts(_MANIFEST, checksum)
+                facts.append(Facts(_MANIFEST, checksum))
+            elif is_remote:
+                facts.append(_facts_of_object(path, stats_of(folder).get(path), versions))
             else:
-                unlisted.append(path)
-        if storage.is_remote(directory):
-            facts |= _facts_of_objects(directory, unlisted)
-        else:
-            facts |= _facts_of_files(unlisted)
+                unlisted.append(len(facts))
+                facts.append(Facts(_UNKNOWN, ""))
+    for place, found in zip(unlisted, _facts_of_files([shards.paths[place] for place in unlisted]), strict=True):
+        facts[place] = found
     return facts
 
 
-def _facts_of_files(paths: list[str]) -> dict[str, Facts]:
+def _facts_of_files(paths: list[str]) -> list[Facts]:
+    """Each thread reads a part of the files: a million calls of threads would take longer than the reading."""
+
+    def of_part(thread: int) -> list[Facts]:
+        return list(map(_facts_of_file, paths[thread::_THREADS]))
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(paths, pool.map(_facts_of_file, paths), strict=True))
+        parts = itertools.zip_longest(*pool.map(of_part, range(_THREADS)))
+        return list(itertools.chain.from_iterable(parts))[: len(paths)]
 
 
 def _facts_of_file(path: str) -> Facts:
-    if not os.path.isfile(path):  # `data.max_skipped_rows` may allow that; to open a pipe would wait forever
-        return Facts(_UNKNOWN, os.path.basename(path))
+    unknown = Facts(_UNKNOWN, os.path.basename(path))
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest = hashlib.sha256(str(size).encode())
-            for number in range(BLOCKS):
-                file.seek(number * size // BLOCKS)
-                digest.update(file.read(BLOCK_BYTES))
-    except OSError:  # whoever reads the shard names the error
-        return Facts(_UNKNOWN, os.path.basename(path))
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait forever
+    except OSError:  # `data.max_skipped_rows` may allow that; else whoever reads the shard names the error
+        return unknown
+    try:
+        status = os.fstat(file)
+        if not S_ISREG(status.st_mode):
+            return unknown
+        size = status.st_size
+        digest = hashlib.sha256(str(size).encode())
+        for number in range(BLOCKS):
+            digest.update(os.pread(file, BLOCK_BYTES, number * size // BLOCKS))
+    except OSError:
+        return unknown
+    finally:
+        os.close(file)
     return Facts(_BLOCKS, digest.hexdigest())
 
 
-def _facts_of_objects(directory: str, paths: list[str]) -> dict[str, Facts]:
-    if not paths:
-        return {}
+def _listed_folder(folder: str) -> Mapping[str, ObjectStat]:
+    """The files of a folder in a bucket; none if it may not be listed."""
     try:
-        stats = storage.list_stats(directory, is_deep=False)
+        return storage.list_stats(folder, is_deep=False)
     except storage.AccessDenied as error:
         _log.warning("the contents of the shards are not compared with the contents at the start of the run: %s", error)
-        stats = {}
-    versions = f"versions in {directory}"  # a copy elsewhere has others
-    return {path: _facts_of_object(path, stats.get(path), versions) for path in paths}
+        return {}
 
 
 def _facts_of_object(url: str, stat: ObjectStat | None, versions: str) -> Facts:

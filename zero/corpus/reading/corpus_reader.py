@@ -21,7 +21,7 @@ import numpy as np
 
 from zero.base.errors import UserError
 from zero.corpus.format.crop import Crop, Draw
-from zero.corpus.format.index_files import Shard
+from zero.corpus.format.index_files import Shard, Shards
 from zero.corpus.format.memory import Memory, ReadBuffer, reused
 from zero.corpus.format.row_blocks import RowValues
 from zero.corpus.format.shards import (
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 class CorpusReader:
     """The shards of one corpus and how their rows are read."""
 
-    shards: list[tuple[Shard, int]]  # each with the number of its sequences that are used
-    order: Order
+    shards: Shards
+    order: Order  # of the sequences that are used
     form: RowFormat
     crop: Crop
     skip_bad: bool
@@ -67,7 +67,7 @@ class CorpusReader:
 
     @property
     def is_remote(self) -> bool:
-        return any(storage.is_remote(shard.path) for shard, _ in self.shards)
+        return any(storage.is_remote(paths[0]) for _, paths in self.shards.by_folder)
 
     @property
     def width(self) -> int:
@@ -93,7 +93,7 @@ class CorpusReader:
 
     def _fill(self, part: RowRange, key: tuple[int, ...], slots: np.ndarray, buffer: RowArrays) -> list[str]:
         """Puts the rows of a range into these slots of the buffer; returns the skipped problems."""
-        shard, _ = self.shards[part.shard]
+        shard = self.shards[part.shard]
         problems: list[str] = []
         filled = 0
         try:
@@ -117,7 +117,7 @@ class CorpusReader:
 
         The rows after a bad sample move up: the place of a row depends only on the contents of its shard.
         """
-        shard, _ = self.shards[part.shard]
+        shard = self.shards[part.shard]
         total = shard.rows * self.crop.sequences
         seen = 0  # sequences of the shard so far
         (seed, epoch, *_) = key

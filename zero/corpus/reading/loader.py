@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import logging
-import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero.base.errors import UserError
+from zero.base.keys import INT64
 from zero.corpus.format.crop import CROPS, Crop
-from zero.corpus.format.index_files import Shard, Weight, paths_of, read_index
+from zero.corpus.format.index_files import Shards, Weight, paths_of, read_index
 from zero.corpus.format.memory import ReadBuffer
 from zero.corpus.format.one_host import OnOneHost, alone, looked_up
 from zero.corpus.format.row_blocks import JoinedRows, RowValues
@@ -45,8 +44,14 @@ _COUNTED = "rows_of_corpora_are_exact"  # in cursors
 _log = logging.getLogger(__name__)
 
 
-UsedShards = list[tuple[Shard, int]]  # shards, each with the number of its rows that are used
 Cursor = dict[str, Any]  # a position in data and what identifies them, as JSON can hold it
+
+
+class UsedShards(NamedTuple):
+    """Shards of which rows are used, and the number of rows that are used of each, int64 (shards,)."""
+
+    shards: Shards
+    rows: np.ndarray
 
 
 class HostBatch(NamedTuple):
@@ -159,23 +164,23 @@ class Loader:
         for group in groups:
             shards_by_index = _used_shards(group, order.train_samples, skip_bad, on_one_host)
             self._by_index += shards_by_index
-            shards = list(itertools.chain.from_iterable(used for _, used in shards_by_index))
-            crop = _crop(form.crop, shards, form.context, skip_bad, on_one_host)
-            sequences.append([(shard, rows * crop.sequences) for shard, rows in shards])
+            shards = Shards.joined(used.shards for _, used in shards_by_index)
+            rows = np.concatenate([used.rows for _, used in shards_by_index])
+            crop = _crop(form.crop, shards.paths, form.context, skip_bad, on_one_host)
+            sequences.append(UsedShards(shards, rows * crop.sequences))
             crops.append(crop)
         # One stream per shard to mix, so that hosts share as few shards as possible.
         most_streams = 1
         if order.shuffle:
-            most_streams = min(order.shuffle_shards, max(map(len, sequences)))
+            most_streams = min(order.shuffle_shards, max(len(used.shards) for used in sequences))
         streams = max(count for count in range(1, most_streams + 1) if schedule.divisor % count == 0)
         buffer_shards = max(1, order.shuffle_shards // streams) if order.shuffle else 1
         order_seed = order.seed if order.shuffle else None
         self.corpora = []
         memory = ReadBuffer()
         checksums = ShardChecksums(is_warning=skip_bad)
-        for group, shards, crop in zip(groups, sequences, crops, strict=True):
-            sizes = tuple(rows for _, rows in shards)
-            corpus_order = Order(sizes, streams, buffer_shards, order_seed, order.max_epochs)
+        for group, (shards, rows), crop in zip(groups, sequences, crops, strict=True):
+            corpus_order = Order(tuple(rows.tolist()), streams, buffer_shards, order_seed, order.max_epochs)
             joined = _joined([] if columns is None else [columns[name] for name in group])
             self.corpora.append(
                 CorpusReader(shards, corpus_order, form, crop, skip_bad, cache, memory, checksums, joined)
@@ -220,15 +225,14 @@ class Loader:
     def contents(self) -> list[IndexContents]:
         """What identifies the contents of each index file; all hosts ask for it first in the same order."""
         return [
-            IndexContents(name, *contents_on_one_host(name, shards, self._on_one_host))
-            for name, shards in self._by_index
+            IndexContents(name, *contents_on_one_host(name, shards, self._on_one_host, rows))
+            for name, (shards, rows) in self._by_index
         ]
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> Shards:
         """The shards of all index files."""
-        shards = itertools.chain.from_iterable(corpus.shards for corpus in self.corpora)
-        return [shard for shard, _ in shards]
+        return Shards.joined(corpus.shards for corpus in self.corpora)
 
     @property
     def is_remote(self) -> bool:
@@ -423,26 +427,23 @@ def _used_shards(
     indices: list[str], train_samples: int | None, skip_bad: bool, on_one_host: OnOneHost
 ) -> list[tuple[str, UsedShards]]:
     """Each index file of a corpus with its shards and the rows to use of each: all, or the first `train_samples`."""
-    left = math.inf if train_samples is None else train_samples
+    left = INT64 if train_samples is None else min(train_samples, INT64)
     by_index: list[tuple[str, UsedShards]] = []
     for index in indices:
-        used: UsedShards = []
-        for shard in read_index(index, skip_bad, on_one_host):
-            rows = int(min(shard.rows, left))
-            left -= rows
-            if rows:
-                used.append((shard, rows))
-        by_index.append((index, used))
-    if not any(used for _, used in by_index):
+        shards = read_index(index, skip_bad, on_one_host)
+        before = np.cumsum(shards.rows) - shards.rows
+        rows = np.clip(left - before, 0, shards.rows)
+        left -= int(rows.sum())
+        by_index.append((index, UsedShards(shards.only(rows > 0), rows[rows > 0])))
+    if not any(used.shards for _, used in by_index):
         raise UserError(f"index file {', '.join(indices)}: the shards hold no rows")
     return by_index
 
 
-def _crop(name: str, used: UsedShards, context: int, skip_bad: bool, on_one_host: OnOneHost) -> Crop:
+def _crop(name: str, paths: Sequence[str], context: int, skip_bad: bool, on_one_host: OnOneHost) -> Crop:
     """The cut of a corpus; what depends on the length of its rows is known from the first one that can be read."""
     if name != "all":
         return Crop(name)
-    paths = [shard.path for shard, _ in used]
     tokens = looked_up(on_one_host, f"data.crop={name}", paths, lambda: _row_tokens(name, paths, skip_bad))
     return Crop.of_rows(name, tokens, context)
 
@@ -460,9 +461,13 @@ def _row_tokens(crop: str, paths: Sequence[str], skip_bad: bool) -> int:
 
 def _fingerprint(used: list[UsedShards], mixture: StagedMixture | None) -> int:
     """48 bits that change with the shards, their rows, or the weights of a mixture."""
-    lines = [f"{shard.name} {shard.rows} {rows}" for shard, rows in itertools.chain.from_iterable(used)]
+    lines = [
+        f"{name} {of_shard} {rows}"
+        for shards, used_rows in used
+        for name, of_shard, rows in zip(shards.names, shards.rows.tolist(), used_rows.tolist(), strict=True)
+    ]
     if mixture is not None:
         for first, stage in mixture.stages:
             at = f" from {first}" if first else ""
-            lines += [f"{len(shards)} {weight}{at}" for shards, weight in zip(used, stage.weights, strict=True)]
+            lines += [f"{len(shards)} {weight}{at}" for (shards, _), weight in zip(used, stage.weights, strict=True)]
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6])

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from zero.corpus.format.index_files import Shard
+from zero.corpus.format.index_files import Shards
 from zero.corpus.reading.contents import IndexContents
 from zero.corpus.reading.corpus_reader import CorpusReader
 from zero.corpus.reading.loader import Batching, Cursor, HostBatch, Loader, check_order
@@ -72,9 +72,9 @@ class SyntheticLoader:
         return []
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> Shards:
         """The shards of all index files: there are none."""
-        return []
+        return Shards.joined([])
 
     @property
     def identity(self) -> Cursor:

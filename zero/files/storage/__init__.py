@@ -20,15 +20,28 @@ from zero.files.storage.files import (
     write_blocks,
 )
 from zero.files.storage.fsspec_store import DEADLINE, deadline_of
-from zero.files.storage.urls import bucket, is_remote, is_root, join, parent, relative, scheme
+from zero.files.storage.urls import (
+    are_remote,
+    bucket,
+    by_folder,
+    is_remote,
+    is_root,
+    join,
+    one_of_each_folder,
+    parent,
+    relative,
+    scheme,
+)
 
 __all__ = [
     "DEADLINE",
     "AccessDenied",
     "NoSuchBucket",
     "RangeReader",
+    "are_remote",
     "blocks_of",
     "bucket",
+    "by_folder",
     "deadline_of",
     "exists",
     "is_outage",
@@ -38,6 +51,7 @@ __all__ = [
     "list_files",
     "list_stats",
     "move",
+    "one_of_each_folder",
     "open_reader",
     "parent",
     "read_bytes",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import posixpath
 import re
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter, methodcaller
 from pathlib import Path
 
 from zero.base.errors import UserError
 
 SCHEME = "gs"  # of a bucket that is named without one
 SCHEMES = (SCHEME, "s3", "az", "abfs", "hf")
-_IN_BUCKET = re.compile(rf"(?:{'|'.join(SCHEMES)})://[^/]")  # asked of each of a million shards
+_IN_BUCKET = re.compile(rf"(?:{'|'.join(SCHEMES)})://[^/]")
 
 
 def is_remote(url: str | Path) -> bool:
@@ -27,6 +30,11 @@ def is_remote(url: str | Path) -> bool:
     if "://" not in str(url):
         return False
     raise UserError(f"{url}: expected a local path or gs://bucket/name (in place of gs also {', '.join(SCHEMES[1:])})")
+
+
+def are_remote(urls: Sequence[str]) -> bool:
+    """Whether all are in buckets, of a million files too; UserError as from `is_remote`."""
+    return all(map(_IN_BUCKET.match, urls)) or all(map(is_remote, urls))
 
 
 def is_root(url: str | Path) -> bool:
@@ -100,6 +108,35 @@ def parent(url: str | Path) -> str:
     if "://" in str(url):
         return head
     return os.path.dirname(url) or "."
+
+
+def by_folder(urls: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Neighboring files of the same folder, after what their paths begin with.
+
+    >>> list(by_folder(["gs://bucket/a/0.tar", "gs://bucket/a/1.tar", "2.tar"]))
+    [('gs://bucket/a/', ['gs://bucket/a/0.tar', 'gs://bucket/a/1.tar']), ('', ['2.tar'])]
+    """
+    urls = list(urls)
+    first = 0
+    for beginning, files in itertools.groupby(_beginnings(urls)):
+        end = first + len(list(files))
+        yield "".join(beginning), urls[first:end]
+        first = end
+
+
+def one_of_each_folder(urls: Iterable[str]) -> list[str]:
+    """One file of each folder of these, for what depends on the folder alone.
+
+    >>> one_of_each_folder(["gs://bucket/a/0.tar", "2.tar", "gs://bucket/a/1.tar"])
+    ['gs://bucket/a/1.tar', '2.tar']
+    """
+    urls = list(urls)
+    return list(dict(zip(_beginnings(urls), urls, strict=True)).values())
+
+
+def _beginnings(urls: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """What is before the last slash of each, and the slash; without a call of Python for each of a million."""
+    return map(itemgetter(0, 1), map(methodcaller("rpartition", "/"), urls))
 
 
 def relative(path: str, base: str) -> str:

@@ -59,12 +59,12 @@ class Examples(Output):
     def identity(self) -> dict[str, Any]:
         sets = self._keys.sets(self._data)
         shards = {name: shards_of([index]) for name, index in sets.items()}
-        return {"sets": {name: list(contents_of([(x, x.rows) for x in own])) for name, own in shards.items()}}
+        return {"sets": {name: list(contents_of(own)) for name, own in shards.items()}}
 
     def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         chosen = self._objective.objective()
         sets = self._keys.sets(self._data)
-        check_tokenizers([shard.path for shard in shards_of(sets.values())], scorer.trained.tokenizer)
+        check_tokenizers(shards_of(sets.values()).paths, scorer.trained.tokenizer)
         model = for_inference(scorer.trained.model)
         evaluate = pmap(partial(evaluate_step, model=model, objective=chosen), model.axis.name, out_axes=None)
         sums = {name: _sums(scorer, evaluate, chosen, index) for name, index in sets.items()}

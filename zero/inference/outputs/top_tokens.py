@@ -122,9 +122,7 @@ def _store(
                 left -= len(tokens)
 
     if is_host_0():
-        write_top_tokens(
-            *(index, shape, vocab_size, list(contents_of([(shard, shard.rows) for shard in shards])), batches())
-        )
+        write_top_tokens(*(index, shape, vocab_size, list(contents_of(shards)), batches()))
         log.info("the %d most likely tokens of %d rows are beside %s", count, loader.rows, index)
         return
     for _ in batches():

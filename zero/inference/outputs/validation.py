@@ -93,12 +93,12 @@ class Validation(Output):
     def identity(self) -> dict[str, Any]:
         contents = {}
         for name, index in self._sets.items():
-            contents[name] = list(contents_of([(shard, shard.rows) for shard in shards_of([index])]))
+            contents[name] = list(contents_of(shards_of([index])))
         return {"sets": contents}
 
     def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         sets = self._sets
-        check_tokenizers([shard.path for shard in shards_of(sets.values())], scorer.trained.tokenizer)
+        check_tokenizers(shards_of(sets.values()).paths, scorer.trained.tokenizer)
         stride = None
         if not self._keys.carry:
             stride = self._keys.stride or -(-scorer.context // 2)

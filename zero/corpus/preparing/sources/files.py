@@ -152,9 +152,9 @@ def _with_shards(file: SourceFile) -> list[SourceFile]:
 
 
 def _shards_of(index: SourceFile) -> list[SourceFile]:
-    paths = [shard.path for shard in listed_shards(index.path)]
+    paths = listed_shards(index.path).paths
     stats: dict[str, ObjectStat] = {}
-    for folder in {storage.parent(path) for path in paths if storage.is_remote(path)}:
+    for folder in map(storage.parent, filter(storage.is_remote, storage.one_of_each_folder(paths))):
         with suppress(storage.AccessDenied):  # a bucket that may be read but not listed
             stats |= storage.list_stats(folder)
     name = os.path.basename(index.path)
