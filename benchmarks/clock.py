@@ -4,17 +4,16 @@
     python -m benchmarks.clock --texts TEXTS [--rows llama3-8b-v6e-16 ...]
     python -m benchmarks.clock    # prints the tables again from the rows that are there
 
-Reads the texts of compiled programs, which may be compressed (.txt.gz), and writes docs/sources/maxtext.json, the
+Reads the texts of compiled programs and writes docs/sources/maxtext.json, the
 columns of MaxText in benchmarks/measured/beside-maxtext.md, and the errors in benchmarks/measured/predicted-time.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +27,7 @@ from zero.costs.topology import find_devices, prepare_environment, slice_shape, 
 
 PAGE = REPOSITORY / "benchmarks" / "measured" / "predicted-time.md"
 START = "<!-- printed by benchmarks/clock.py -->\n"
-COMPILER = "MaxText 0.2.5, jax 0.12.0, libtpu 0.0.52"
+COMPILER = "MaxText 0.2.5, jax 0.12.0.1, libtpu 0.0.52"
 # Chosen before their programs were compiled. No repair of the predictor looks at them.
 HELD_BACK = (
     "llama3-8b-v6e-128",
@@ -42,6 +41,7 @@ COLUMNS = (
     "published, s",
     "predicted, s",
     "error",
+    "error without waits for the host",
     "attention kernels, s",
     "other computation, s",
     "exposed collectives, s",
@@ -49,6 +49,7 @@ COLUMNS = (
     "by bytes alone, s",
 )
 GROUPS = ("programs", "number", "median of the size of errors", "lowest", "highest", "within 10 %")
+WITHOUT_WAITS = "without waits for the host: "
 
 
 @dataclass(frozen=True)
@@ -57,45 +58,34 @@ class Row:
 
     Attributes:
       compiler: versions.
-      prediction: digest of the code that predicts. It is empty if the program was compiled before that code was
-        repaired: its seconds are then corrected by the shapes of the instructions that the repair changes.
+      prediction: digest of the code that predicts.
       seconds: per step.
       kernel_seconds: of attention kernels, which are rated by their share of the peak.
       exposed_seconds: in which only collectives run.
       host_seconds: in which the program waits for the host's link.
       guessed_seconds: of instructions of which only bytes are known.
-      is_whole: whether the program was compiled to its end. If not, its schedule has no cycles, and the rates of
-        `zero/costs/rates.py` stand for them.
     """
 
     compiler: str
     prediction: str
     seconds: float
     kernel_seconds: float
-    exposed_seconds: float | None
-    host_seconds: float | None
-    guessed_seconds: float | None
-    is_whole: bool = True
+    exposed_seconds: float
+    host_seconds: float
+    guessed_seconds: float
 
     def error(self, name: str) -> float:
         """Predicted over published, less one."""
         return self.seconds / RECIPES[name].seconds - 1
 
-
-def read_program(directory: Path, name: str) -> tuple[str, bool] | None:
-    """The text of a recipe's program if it is in the directory, and whether it was compiled to its end."""
-    for end, is_whole in ((".txt", True), (".schedule.txt", False)):
-        plain, compressed = directory / f"{name}{end}", directory / f"{name}{end}.gz"
-        if plain.exists():
-            return plain.read_text(), is_whole
-        if compressed.exists():
-            return gzip.decompress(compressed.read_bytes()).decode(), is_whole
-    return None
+    def error_without_waits(self, name: str) -> float:
+        """The error if the program did not wait for the host's link."""
+        return (self.seconds - self.host_seconds) / RECIPES[name].seconds - 1
 
 
-def row_of(name: str, text: str, is_whole: bool) -> Row:
+def row_of(name: str, text: str) -> Row:
     """Predicts the step of a recipe from the text of MaxText's program."""
-    found = predict(text, find_devices(RECIPES[name].topology), is_whole)
+    found = predict(text, find_devices(RECIPES[name].topology))
     assert found is not None and found.timeline is not None, "the compiler has written no cycles"
     kernel_seconds = guessed_seconds = 0.0
     for event, times in found.timeline.runs():
@@ -111,7 +101,6 @@ def row_of(name: str, text: str, is_whole: bool) -> Row:
         found.exposed_seconds,
         found.host_exposed_seconds,
         guessed_seconds,
-        is_whole,
     )
 
 
@@ -123,22 +112,16 @@ def load_rows() -> dict[str, Row]:
 
 
 def table_row(name: str, row: Row) -> str:
-    """The row of a recipe in the page; cells are empty where a corrected program has left no figure."""
-    label = f"`{name}`"
-    if not row.prediction:
-        label += ", corrected by shapes"
-    if not row.is_whole:
-        label += ", schedule"
-    other = None
-    if row.exposed_seconds is not None and row.host_seconds is not None:
-        other = row.seconds - row.kernel_seconds - row.exposed_seconds - row.host_seconds
+    """The row of a recipe in the page."""
+    other = row.seconds - row.kernel_seconds - row.exposed_seconds - row.host_seconds
     figures = (row.kernel_seconds, other, row.exposed_seconds, row.host_seconds, row.guessed_seconds)
     cells = (
-        label,
+        f"`{name}`",
         f"{RECIPES[name].seconds:.3f}",
         f"{row.seconds:.3f}",
         f"{row.error(name):+.0%}",
-        *("" if figure is None else f"{figure:.3f}" for figure in figures),
+        f"{row.error_without_waits(name):+.0%}",
+        *(f"{figure:.3f}" for figure in figures),
     )
     return f"| {' | '.join(cells)} |\n"
 
@@ -154,9 +137,8 @@ def chips_of(recipe: Recipe) -> int:
     return number * math.prod(map(int, sizes))
 
 
-def group_row(label: str, names: Iterable[str], rows: Mapping[str, Row]) -> str:
-    """The errors of some programs; empty without any."""
-    errors = [rows[name].error(name) for name in names]
+def group_row(label: str, errors: Sequence[float]) -> str:
+    """The distribution of the errors of some programs; empty without any."""
     if not errors:
         return ""
     near = sum(abs(error) <= 0.1 for error in errors)
@@ -173,11 +155,12 @@ def page_part(rows: Mapping[str, Row]) -> str:
     part = head + "".join(table_row(name, rows[name]) for name in looked_at)
     part += "\nHeld back:\n\n" + head + "".join(table_row(name, rows[name]) for name in held_back)
     part += f"\n| {' | '.join(GROUPS)} |\n{'|---' * len(GROUPS)}|\n"
-    part += group_row("all", names, rows)
-    part += group_row("looked at", looked_at, rows)
-    part += group_row("held back", held_back, rows)
-    for label, belongs in KINDS.items():
-        part += group_row(label, filter(belongs, names), rows)
+    groups = {"all": names, "looked at": looked_at, "held back": held_back}
+    groups |= {label: list(filter(belongs, names)) for label, belongs in KINDS.items()}
+    for label, members in groups.items():
+        part += group_row(label, [rows[name].error(name) for name in members])
+    for label, members in groups.items():
+        part += group_row(f"{WITHOUT_WAITS}{label}", [rows[name].error_without_waits(name) for name in members])
     return part
 
 
@@ -206,11 +189,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = load_rows()
     for name in options.rows:
-        program = read_program(options.texts, name) if options.texts else None
-        if program is None:
+        program = options.texts / f"{name}.txt" if options.texts else None
+        if program is None or not program.exists():
             continue
         prepare_environment(RECIPES[name].topology)
-        rows[name] = row_of(name, *program)
+        rows[name] = row_of(name, program.read_text())
         print(table_row(name, rows[name]), end="", flush=True)
     saved = {name: asdict(rows[name]) for name in RECIPES if name in rows}
     published.MAXTEXT.write_text(json.dumps(saved, indent=1) + "\n")

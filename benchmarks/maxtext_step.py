@@ -5,8 +5,7 @@
     python benchmarks/predicted.py --program TEXTS/llama3-8b-v6e-8.txt --topology v6e-8 --measured 3.443
 
 A compilation takes up to 12 minutes of CPU. --empty-kernels leaves out the code of attention kernels, of which the
-predictor reads shapes alone, and --schedule leaves out all machine code, so that the text has no cycles
-(benchmarks/clock.py).
+predictor reads shapes alone.
 
 Settings and flags are those of MaxText's own recipes for the generation of the slice (AI-Hypercomputer/tpu-recipes;
 xla_flags_library.py, maxtext_trillium_model_configs.py and maxtext_v5e_model_configs.py in MaxText's benchmarks/), as
@@ -17,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -307,24 +303,7 @@ def add_slices() -> None:
         UserFacingNameToSystemCharacteristics[name] = slice_
 
 
-def end_at_schedule(directory: Path, file: Path) -> None:
-    """Waits until the compiler has written the schedule, twice, keeps it as the text of the step, and ends the process.
-
-    Machine code follows, for most of a compilation. Until it is there, instructions have no cycles.
-    """
-    text = again = ""
-    while not text or len(text) != len(again):
-        time.sleep(1)
-        for path in directory.glob("*.after_optimizations.txt"):
-            text = path.read_text()
-        for path in directory.glob("*.after_optimizations_after_buffer_assignment.txt"):
-            again = path.read_text()
-    file.write_text(text)
-    print(f"{file}: the schedule", flush=True)
-    os._exit(0)
-
-
-def compile_step(row: Row, file: Path, further_flags: tuple[str, ...] = ()) -> None:
+def compile_step(row: Row, file: Path) -> None:
     """Writes the text of a row's step, and prints its peak memory."""
     from maxtext.trainers.pre_train import train_compile
 
@@ -341,7 +320,7 @@ def compile_step(row: Row, file: Path, further_flags: tuple[str, ...] = ()) -> N
         "compile_topology": row.topology,
         "per_device_batch_size": row.rows,
         "max_target_length": row.context,
-        "compile_xla_flags": " ".join(f"--{flag}" for flag in (*row.flags, *further_flags)),
+        "compile_xla_flags": " ".join(f"--{flag}" for flag in row.flags),
     }
     train_compile.jit_and_compile = compile_and_write
     try:
@@ -356,18 +335,12 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--texts", type=Path, required=True, help="directory for the texts of compiled programs")
     parser.add_argument("--empty-kernels", action="store_true", help="compile no code of Pallas kernels")
-    parser.add_argument("--schedule", action="store_true", help="of the first row, end before machine code is compiled")
     arguments = parser.parse_args()
     if arguments.empty_kernels:
         empty_kernels()
     arguments.texts.mkdir(parents=True, exist_ok=True)
     pin_layouts()
     add_slices()
-    if arguments.schedule:
-        directory = tempfile.mkdtemp()
-        file = arguments.texts / f"{arguments.rows[0]}.schedule.txt"
-        threading.Thread(target=end_at_schedule, args=(Path(directory), file), daemon=True).start()
-        compile_step(ROWS[arguments.rows[0]], file, (f"xla_dump_to={directory}", "xla_dump_hlo_as_text=true"))
     for name in arguments.rows:
         compile_step(ROWS[name], arguments.texts / f"{name}.txt")
 
