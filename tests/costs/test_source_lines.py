@@ -47,3 +47,9 @@ def test_a_line_outside_of_the_planned_function_says_nothing() -> None:
 
 def test_files_of_python_are_no_program() -> None:
     assert line("/home/me/train.py", str(contextlib.__file__), f"{PACKAGES}/flax/nnx/module.py") == "train.py:1"
+
+
+def test_paths_that_are_joined_are_said_once() -> None:
+    metadata = 'metadata={op_name="jit(step)/jvp(Unet)/reshape;jit(step)/jvp(Unet)/reshape;jit(step)/jvp(Unet)/dot"}'
+    merged = Instruction("fusion.1", "f32[8]{0}", "fusion", f"%x), {metadata}")
+    assert SourceLines("HloModule step").of(merged) == "jvp(Unet)/reshape;jvp(Unet)/dot"

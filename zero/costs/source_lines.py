@@ -72,7 +72,8 @@ class SourceLines:
             if not _is_library(file):
                 return f"{Path(file).name}:{location['line']}"
             frame = self._frames[frame]["parent_frame_id"] - 1  # 1: it has no parent
-        return _WRAPPERS.sub("", instruction.op_name)
+        # XLA joins the paths of instructions that it merges, and says the same path twice.
+        return ";".join(dict.fromkeys(_WRAPPERS.sub("", path) for path in instruction.op_name.split(";")))
 
 
 def _is_library(file: str) -> bool:
