@@ -173,7 +173,7 @@ def requests_of_columns(hosts: int) -> int:
             patch.object(agreement, "sum_over_hosts", lambda *numbers: [*numbers]),
         ):
             listed = read_index(index)
-            contents = [*contents_of([(shard, shard.rows) for shard in listed])]
+            contents = [*contents_of(listed)]
             described: Any = SimpleNamespace(contents=contents, positions=4, count=2, largest=0)
             path = reference._place(index, listed, inputs, job, position)
             bucket.objects[path] = reference._encoded(np.zeros((2 * hosts, 2), np.float32))

@@ -11,14 +11,13 @@ import jax
 
 from zero.base.errors import UserError
 from zero.base.keys import Mistakes
-from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.format.shards import RowFormat
-from zero.corpus.reading.contents import contents_of
 from zero.corpus.reading.keys import SetKeys
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
+from zero.hosts import agreement
 from zero.hosts.watchdog import progress
-from zero.inference.index_keys import shards_of
+from zero.inference.index_keys import check_tokenizer, contents_of_sets
 from zero.inference.output import Output
 from zero.inference.outputs.validation import Validation, scores_examples
 from zero.inference.scoring import Scorer
@@ -58,13 +57,12 @@ class Examples(Output):
 
     def identity(self) -> dict[str, Any]:
         sets = self._keys.sets(self._data)
-        shards = {name: shards_of([index]) for name, index in sets.items()}
-        return {"sets": {name: list(contents_of(own)) for name, own in shards.items()}}
+        return {"sets": contents_of_sets(sets)}
 
     def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         chosen = self._objective.objective()
         sets = self._keys.sets(self._data)
-        check_tokenizers(shards_of(sets.values()).paths, scorer.trained.tokenizer)
+        check_tokenizer(sets, scorer.trained.tokenizer)
         model = for_inference(scorer.trained.model)
         evaluate = pmap(partial(evaluate_step, model=model, objective=chosen), model.axis.name, out_axes=None)
         sums = {name: _sums(scorer, evaluate, chosen, index) for name, index in sets.items()}
@@ -80,7 +78,7 @@ def _sums(scorer: Scorer, evaluate: Evaluate, chosen: Objective, index: str | li
     """Sums over the examples of a set, each once: of the losses, their number, and those of the metrics."""
     example = chosen.example
     form = RowFormat(scorer.context, scorer.trained.model.config.vocab_size, only_completions=True, example=example)
-    loader = Loader(index, Batching(scorer.batch_rows), form, ONCE)
+    loader = Loader(index, Batching(scorer.batch_rows), form, ONCE, on_one_host=agreement.on_host_0)
     stage = Stage("examples scored", -(-loader.rows // scorer.batch_rows), is_shown=jax.process_index() == 0)
     sums = dict.fromkeys(("loss", "examples", *chosen.names), 0.0)
     with closing(prefetch(loader.batches())) as batches, stage:

@@ -16,13 +16,12 @@ import numpy as np
 from zero.base.errors import UserError
 from zero.base.keys import Mistakes, at_least, key, shown
 from zero.corpus.format.index_files import row_tokens
-from zero.corpus.format.manifest import check_tokenizers
 from zero.corpus.format.shards import RowFormat
-from zero.corpus.reading.contents import contents_of
 from zero.corpus.reading.keys import ScoredKeys, SetKeys
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.inference.index_keys import IndexKeys, shards_of
+from zero.hosts import agreement
+from zero.inference.index_keys import IndexKeys, check_tokenizer, contents_of_sets
 from zero.inference.output import Output
 from zero.inference.scoring import Scorer, windows
 from zero.models.config import GPTConfig
@@ -91,14 +90,11 @@ class Validation(Output):
             yield "evaluate.carry", f"false, or evaluate.stride=null and a context that is a multiple of {block}"
 
     def identity(self) -> dict[str, Any]:
-        contents = {}
-        for name, index in self._sets.items():
-            contents[name] = list(contents_of(shards_of([index])))
-        return {"sets": contents}
+        return {"sets": contents_of_sets(self._sets)}
 
     def evaluate(self, scorer: Scorer) -> dict[str, Any]:
         sets = self._sets
-        check_tokenizers(shards_of(sets.values()).paths, scorer.trained.tokenizer)
+        check_tokenizer(sets, scorer.trained.tokenizer)
         stride = None
         if not self._keys.carry:
             stride = self._keys.stride or -(-scorer.context // 2)
@@ -159,6 +155,7 @@ def score_validation_set(
         Batching(global_rows=1),
         RowFormat(row_tokens(index), scorer.trained.model.config.vocab_size, only_completions=only_completions),
         ONCE,
+        on_one_host=agreement.on_host_0,
     )
     lengths = tokenizer.byte_lengths()
     separators = scorer.trained.model.separators  # as in `ShardedGPT.targets`
