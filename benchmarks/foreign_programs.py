@@ -152,7 +152,12 @@ def levanter_gpt2(shape: Any, devices: int, jax: Any) -> Any:
     config = trainers.TrainerConfig(id="plan", mp=mp, train_batch_size=256, tracker=tracker.NoopConfig())
     optimizer = load("levanter.optim").AdamConfig(learning_rate=1e-3, weight_decay=0.1).build(20_000)
     model = models.Gpt2Config(scale_attn_by_inverse_layer_idx=True)  # gpt2_small_fast.yaml
-    trainer = trainers.Trainer(config, optimizer, examples.compute_next_token_loss, add_default_hooks=False)
+
+    def mean(loss: Any, where: Any, axis: Any) -> Any:  # jax takes no masks of floats any more
+        return hax.mean(loss, where=where.astype(bool), axis=axis)
+
+    loss = functools.partial(examples.compute_next_token_loss, reduction=mean)
+    trainer = trainers.Trainer(config, optimizer, loss, add_default_hooks=False)
     trainer.__enter__()  # sets the mesh
     key = jax.random.PRNGKey(0)
     vocabulary = hax.Axis("vocab", 50_272)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import time
@@ -277,7 +278,8 @@ def plan(
     present = topologies.topology(topology)
     with source_frames(FRAMES):
         lowered, devices, notes = lower_for(present, fn, args, kwargs)
-    name = getattr(fn, "__name__", type(fn).__name__)
+    named = fn if hasattr(fn, "__name__") else inspect.unwrap(fn)  # a wrapper of Haliax has no name of its own
+    name = getattr(named, "__name__", type(fn).__name__)
     compiler = Compiler(devices, compiler_options)
     with ThreadPoolExecutor(1) as outside:  # of the mesh that `jax.set_mesh` has set in this thread
         available = outside.submit(topologies.available_bytes, present).result()
