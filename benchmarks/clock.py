@@ -159,8 +159,8 @@ def page_part(rows: Mapping[str, Row]) -> str:
     groups |= {label: list(filter(belongs, names)) for label, belongs in KINDS.items()}
     for label, members in groups.items():
         part += group_row(label, [rows[name].error(name) for name in members])
-    for label, members in groups.items():
-        part += group_row(f"{WITHOUT_WAITS}{label}", [rows[name].error_without_waits(name) for name in members])
+    for label in ("all", "looked at", "held back"):
+        part += group_row(f"{WITHOUT_WAITS}{label}", [rows[name].error_without_waits(name) for name in groups[label]])
     return part
 
 

@@ -112,7 +112,9 @@ _SPLASH_V6E = SplashShares(fwd=0.28, dq=0.36, dkv=0.38, fused=0.45)
 # Memory of hosts, in GB per chip: of v5p, v6e and TPU7x the page of TPU7x (448, 720 and 960 for four chips); of v5e the
 # machine types ct5lp-hightpu-1t to -8t (48 for one, 384 for eight); of v4 ct4p-hightpu-4t (407 for four); of v2
 # and v3 what a v3-8 shows (335 for four). Types: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus.
-# Host: PCIe, about 16 GB/s per chip, v6e 32 (jax-ml.github.io/scaling-book/tpus); a TPU7x counts as a v6e.
+# Host: PCIe, about 16 GB/s per chip (jax-ml.github.io/scaling-book/tpus). A v6e has the fifth generation of PCIe
+# (docs.cloud.google.com/tpu/docs/v6e), of sixteen lanes by published steps (benchmarks/measured/predicted-time.md,
+# waits for the host's link). A TPU7x, of which nothing is published, counts as half of that.
 # NVIDIA: data sheets of H200, H100 (SXM), A100, L4, T4 and HGX B200, and appendix A of the Ada GPU architecture paper:
 # dense bfloat16 with float32 sums, NVLink in one direction, or PCIe (x16) where there is none. T4 has no bfloat16: its
 # float16 peak, which bfloat16 does not reach.
@@ -201,7 +203,7 @@ SPEEDS = {
         int8_by_xla=1.17,
         host_memory=720e9 / 4,
         between_slices=100e9 / 8,
-        host=32e9,
+        host=63e9,
         offloads=True,
         vmem_kib=64 * 1024,
     ),
