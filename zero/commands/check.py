@@ -29,6 +29,7 @@ import optax
 import zero
 from zero.base.errors import UserError
 from zero.costs.absent_devices import NotPlannable
+from zero.costs.formula import PREFIX, gpus
 
 
 class Report(NamedTuple):
@@ -123,10 +124,11 @@ def _load(path: Path) -> ModuleType:
 
 
 def _create_cpus(topology: str) -> None:
-    """Gives jax as many CPUs as a slice has devices."""
+    """Gives jax as many CPUs as a slice, or nodes of GPUs, have devices."""
     zero.plan  # noqa: B018  # says which package is missing, if one is
     jax.config.update("jax_platforms", "cpu")
-    zero.use_cpu_devices(len(zero.topology(topology)))
+    devices = gpus(topology) if topology.startswith(PREFIX) else zero.topology(topology)
+    zero.use_cpu_devices(len(devices))
 
 
 def _plan(module: ModuleType, options: argparse.Namespace) -> int:
@@ -164,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "of the step's arguments, a tuple, or of a function that returns it",
     )
     parser.add_argument("--devices", type=int, default=8, help="the number of devices to plan for")
-    parser.add_argument("--topology", help="a TPU slice such as v5e-16: what a step costs there, by the TPU compiler")
+    parser.add_argument("--topology", help="a TPU slice such as v5e-16, or gpu:h100x8: what a step costs there")
     parser.add_argument("--save", type=Path, help="with --topology: a page with the schedule of the step")
     options = parser.parse_args(arguments)
     if options.save is not None and options.topology is None:

@@ -51,6 +51,28 @@ def lower_for(
     return made.on(devices).lower(*args, **kwargs), list(devices), []
 
 
+def lower_on_cpus(cpus: Sequence[Any], fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A program's lowering for CPU devices of this process, which stand for devices without a compiler.
+
+    Raises:
+      TypeError: `fn` cannot be called.
+      NotPlannable: the arguments, or a mesh, are for another number of devices.
+    """
+    if not callable(fn):
+        raise TypeError(f"expected a function made by jax.pmap or jax.jit, got {type(fn).__name__}")
+    made = arguments_of_pmap(fn)
+    if made is not None:
+        args, kwargs = jax.tree.map(_shape, (tuple(args), kwargs))
+        _check_axes(made.in_axes, made.static_argnums, args, kwargs, len(cpus))
+        return made.on(cpus).lower(*args, **kwargs)
+    lowered: Any = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
+    lowered = getattr(lowered, "lowered", lowered)  # of Equinox
+    found = list(lowered._lowering._device_list)
+    if len(found) != len(cpus):
+        raise NotPlannable(_says_other_devices(found, cpus))
+    return lowered
+
+
 def _lower_for_a_mesh(devices: Sequence[Any], fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[str]]:
     """`lower_for` of a jitted function.
 

@@ -23,6 +23,8 @@ from zero.costs import topology as topologies
 from zero.costs.absent_devices import argument_names, lower_for
 from zero.costs.compiler import Compiler, KeptProgram, source_frames
 from zero.costs.crash_message import printed_if_this_process_dies
+from zero.costs.formula import PREFIX, gpus
+from zero.costs.gpu_bound import UNKNOWNS, bound_on_gpus
 from zero.costs.holders import Holder, holders_of
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
@@ -70,7 +72,7 @@ class Plan:
       holders: what holds the peak, largest first.
       collectives: by kind, the most bytes first.
       flops: of matrix products on a device, recomputed ones included.
-      seconds: None if the program does not fit.
+      seconds: None if the program does not fit; with `is_bound` at least so many.
       exposed_seconds: in which a device does nothing but wait for other devices.
       host_exposed_seconds: in which it waits for copies to or from its host's memory.
       guessed_seconds: of instructions without cycles, such as Pallas kernels: that of the bytes that they touch, or of
@@ -78,6 +80,7 @@ class Plan:
       unknowns: what the plan does not know, a sentence each.
       compile_seconds: how long the compiler took.
       programs: compiled programs with their runs per step; of one that does not fit none.
+      is_bound: for GPUs, for which there is no compiler: memory is that of XLA's buffers on CPUs.
 
     Plans are added and multiplied as their programs run in a step:
 
@@ -104,6 +107,7 @@ class Plan:
     unknowns: tuple[str, ...]
     compile_seconds: float
     programs: tuple[tuple[PlannedProgram, int], ...] = field(default=(), repr=False)
+    is_bound: bool = False
 
     @property
     def fits(self) -> bool:
@@ -216,7 +220,9 @@ class Plan:
         else:
             lines.append(f"peak      {peak} per device: does not fit. The largest arrays:")
         lines += [f"  {holder.bytes / GIB:8.3f} GiB  {holder.name}" for holder in self.holders[:SHOWN]]
-        if self.seconds is not None:
+        if self.seconds is not None and self.is_bound:
+            lines.append(f"step      at least {self.seconds:#.4g} s")
+        elif self.seconds is not None:
             share = 0.0 if self.utilization is None else self.utilization
             lines.append(
                 f"step      {self.seconds:#.4g} s; matrix units at {share:.1%} of their peak (recomputation included)"
@@ -225,10 +231,10 @@ class Plan:
             if self.host_exposed_seconds:
                 lines.append(f"          {self.host_exposed_seconds:#.3g} s waiting for the host's memory")
         for cost in self.collectives:
-            lines.append(
-                f"  {cost.kind}: {cost.runs} per step, {cost.bytes / 1e9:#.3g} GB sent, {cost.seconds:#.3g} s, "
-                f"{cost.exposed_seconds:#.3g} s exposed"
-            )
+            line = f"  {cost.kind}: {cost.runs} per step, {cost.bytes / 1e9:#.3g} GB sent"
+            if not self.is_bound:
+                line += f", {cost.seconds:#.3g} s, {cost.exposed_seconds:#.3g} s exposed"
+            lines.append(line)
         if self.seconds and self.guessed_seconds:
             lines.append(
                 f"a guess   {self.guessed_seconds / self.seconds:.1%} of the step, by the bytes that it touches and, "
@@ -245,7 +251,7 @@ def plan(
     compiler_options: Mapping[str, bool | int] | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Memory, traffic and seconds per step of a program on TPUs that need not be attached.
+    """Memory, traffic and seconds per step of a program on TPUs that need not be attached; bounds of them on GPUs.
 
     The program is compiled by the TPU compiler in this process, which takes from seconds to minutes, and never runs.
     The compiler is the extra `plan`: `pip install '.[plan]'`, on x86-64 Linux.
@@ -256,7 +262,9 @@ def plan(
         topology if it has as many CPUs, which the environment variable JAX_NUM_CPU_DEVICES creates.
       args: arrays or `jax.ShapeDtypeStruct`. Those of a pmapped function have a leading axis of all devices of the
         topology, of all hosts together. Only shapes, dtypes and shardings are read.
-      topology: a slice, such as "v5e-16", "v4-32", "v3:2x2", or "2xv5e-16" for two slices.
+      topology: a slice, such as "v5e-16", "v4-32", "v3:2x2", or "2xv5e-16" for two slices. Of GPUs, such as
+        "gpu:h100x8", there are only a lower bound of the seconds and the memory that XLA takes on CPUs, of which this
+        process needs as many.
       compiler_options: of XLA, beside those in LIBTPU_INIT_ARGS.
       kwargs: arguments of `fn` by name, likewise.
 
@@ -275,11 +283,13 @@ def plan(
 
     Several programs of a step: `8 * zero.plan(micro_batch, ...) + zero.plan(update, ...)`.
     """
+    named = fn if hasattr(fn, "__name__") else inspect.unwrap(fn)  # a wrapper of Haliax has no name of its own
+    name = getattr(named, "__name__", type(fn).__name__)
+    if topology.startswith(PREFIX):
+        return _bound(name, topology, fn, args, kwargs)
     present = topologies.topology(topology)
     with source_frames(FRAMES):
         lowered, devices, notes = lower_for(present, fn, args, kwargs)
-    named = fn if hasattr(fn, "__name__") else inspect.unwrap(fn)  # a wrapper of Haliax has no name of its own
-    name = getattr(named, "__name__", type(fn).__name__)
     compiler = Compiler(devices, compiler_options)
     with ThreadPoolExecutor(1) as outside:  # of the mesh that `jax.set_mesh` has set in this thread
         available = outside.submit(topologies.available_bytes, present).result()
@@ -309,6 +319,32 @@ def plan(
         )
     seconds = time.monotonic() - began
     return _plan_of(compiled, name, topology, devices, available, arguments, notes, seconds)
+
+
+def _bound(name: str, topology: str, fn: Any, args: Any, kwargs: Any) -> Plan:
+    """What is known of a program on GPUs."""
+    devices = gpus(topology)
+    began = time.monotonic()
+    found = bound_on_gpus(devices, fn, args, kwargs)
+    collectives = (CollectiveCost(kind, *counts, 0.0, 0.0) for kind, counts in found.collectives.items())
+    return Plan(
+        name,
+        topology,
+        devices[0].device_kind,
+        len(devices),
+        found.peak_bytes,
+        topologies.available_bytes(devices),
+        holders=(),
+        collectives=_sorted(collectives),
+        flops=found.flops,
+        seconds=found.seconds,
+        exposed_seconds=0.0,
+        host_exposed_seconds=0.0,
+        guessed_seconds=0.0,
+        unknowns=UNKNOWNS,
+        compile_seconds=time.monotonic() - began,
+        is_bound=True,
+    )
 
 
 def _last_words(name: str, asked: str) -> str:

@@ -50,7 +50,8 @@ def slice_shape(name: str) -> str:
     match = re.fullmatch(r"(v\w+|tpu7x)-(\d+)", name)
     if match is None and ":" not in name:
         raise UnknownTopology(
-            f"topology={name}: expected a slice such as v3-32 or v3:4x4, or one of {', '.join(LOCAL)}"
+            f"topology={name}: expected a slice such as v3-32 or v3:4x4, GPUs as gpu:h100x8, or one of "
+            f"{', '.join(LOCAL)}"
         )
     if match is None:
         return name
