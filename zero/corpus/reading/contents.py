@@ -81,14 +81,18 @@ def contents_of(shards: Shards, used: np.ndarray | None = None) -> Contents:
     ]
     known_by = "+".join(sorted({fact.known_by for fact in facts}))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return Contents(int((shards.rows if used is None else used).sum()), known_by, digest)
+    if used is None:
+        used = shards.rows
+    return Contents(int(used.sum()), known_by, digest)
 
 
 def contents_on_one_host(
     index: str, shards: Shards, on_one_host: OnOneHost, used: np.ndarray | None = None
 ) -> Contents:
     """The contents of the shards of an index file, looked up on one host if they are in buckets."""
-    rows = [shards.rows.tolist(), None if used is None else used.tolist()]
+    if used is None:
+        used = shards.rows
+    rows = [shards.rows.tolist(), used.tolist()]
     look = functools.partial(contents_of, shards, used)
     return Contents(*looked_up(on_one_host, f"contents of {index}", shards.paths, look, given=rows))
 
