@@ -65,9 +65,9 @@ def test_requests(name: str) -> None:
 
 BOTH = ("layer_input", "attention")
 WITH_HOST = {  # what is stored, and which kinds of it lie in the host's memory
-    "mistral-7b-v6e-8": ("full", ("layer_input",)),
+    "mistral-7b-v6e-8": ("attention", BOTH),
     "llama3-70b-v6e-32": ("full", ("layer_input",)),
-    "llama3-70b-v6e-64": ("attention", BOTH),
+    "llama3-70b-v6e-64": ("mlp_in+attention", ("layer_input", "mlp_in", "attention")),
     "llama3-70b-v6e-128": ("attention", BOTH),
     "llama3-70b-v6e-256": ("attention", BOTH),
     "llama3-405b-2xv6e-256": ("full", ("layer_input",)),
