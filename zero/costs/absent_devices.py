@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
+from zero.base.errors import UnknownTopology
 from zero.partition.pmapped import arguments_of_pmap
 
 
@@ -37,40 +38,54 @@ def lower_for(
       TypeError: `fn` cannot be called.
       NotPlannable: the arguments, or a mesh, are for another number of devices.
     """
+    lowered = _lower_pmapped(devices, fn, args, kwargs)
+    if lowered is not None:
+        return lowered, list(devices), []
+    if not hasattr(fn, "lower"):
+        fn = jax.jit(fn)
+    if hasattr(fn, "trace"):  # wrappers, as those of Equinox and Haliax, tell arrays from constants by their types
+        args, kwargs = jax.tree.map(_sharded_shape, (tuple(args), kwargs))
+    return _lower_for_a_mesh(devices, fn, args, kwargs)
+
+
+def compile_on_cpus(count: int, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A program that is compiled for CPU devices of this process, in place of devices without a compiler.
+
+    Args:
+      count: of the devices.
+      fn, args, kwargs: as of `lower_for`.
+
+    Raises:
+      TypeError: `fn` cannot be called.
+      UnknownTopology: this process has fewer CPU devices.
+      NotPlannable: the arguments, or a mesh, are for another number of devices.
+    """
+    cpus = jax.devices("cpu")
+    if len(cpus) < count:
+        raise UnknownTopology(
+            f"a program for {count} GPUs is compiled for as many CPU devices, and this process has {len(cpus)}: start "
+            f"it with JAX_NUM_CPU_DEVICES={count} in its environment"
+        )
+    lowered = _lower_pmapped(cpus[:count], fn, args, kwargs)
+    if lowered is None:
+        lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
+        lowered = getattr(lowered, "lowered", lowered)  # of Equinox
+        found = list(lowered._lowering._device_list)
+        if len(found) != count:
+            raise NotPlannable(_says_other_devices(found, cpus[:count]))
+    return lowered.compile()
+
+
+def _lower_pmapped(devices: Sequence[Any], fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The lowering of a pmapped function; None of any other."""
     if not callable(fn):
         raise TypeError(f"expected a function made by jax.pmap or jax.jit, got {type(fn).__name__}")
     made = arguments_of_pmap(fn)
     if made is None:
-        if not hasattr(fn, "lower"):
-            fn = jax.jit(fn)
-        if hasattr(fn, "trace"):  # wrappers, as those of Equinox and Haliax, tell arrays from constants by their types
-            args, kwargs = jax.tree.map(_sharded_shape, (tuple(args), kwargs))
-        return _lower_for_a_mesh(devices, fn, args, kwargs)
+        return None
     args, kwargs = jax.tree.map(_shape, (tuple(args), kwargs))
     _check_axes(made.in_axes, made.static_argnums, args, kwargs, len(devices))
-    return made.on(devices).lower(*args, **kwargs), list(devices), []
-
-
-def lower_on_cpus(cpus: Sequence[Any], fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A program's lowering for CPU devices of this process, which stand for devices without a compiler.
-
-    Raises:
-      TypeError: `fn` cannot be called.
-      NotPlannable: the arguments, or a mesh, are for another number of devices.
-    """
-    if not callable(fn):
-        raise TypeError(f"expected a function made by jax.pmap or jax.jit, got {type(fn).__name__}")
-    made = arguments_of_pmap(fn)
-    if made is not None:
-        args, kwargs = jax.tree.map(_shape, (tuple(args), kwargs))
-        _check_axes(made.in_axes, made.static_argnums, args, kwargs, len(cpus))
-        return made.on(cpus).lower(*args, **kwargs)
-    lowered: Any = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
-    lowered = getattr(lowered, "lowered", lowered)  # of Equinox
-    found = list(lowered._lowering._device_list)
-    if len(found) != len(cpus):
-        raise NotPlannable(_says_other_devices(found, cpus))
-    return lowered
+    return made.on(devices).lower(*args, **kwargs)
 
 
 def _lower_for_a_mesh(devices: Sequence[Any], fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], list[str]]:

@@ -20,11 +20,10 @@ import jax
 from zero.base.errors import UnknownTopology
 from zero.costs import hlo
 from zero.costs import topology as topologies
-from zero.costs.absent_devices import argument_names, lower_for
+from zero.costs.absent_devices import argument_names, compile_on_cpus, lower_for
 from zero.costs.compiler import Compiler, KeptProgram, source_frames
 from zero.costs.crash_message import printed_if_this_process_dies
 from zero.costs.formula import PREFIX, gpus
-from zero.costs.gpu_bound import UNKNOWNS, bound_on_gpus
 from zero.costs.holders import Holder, holders_of
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
@@ -36,6 +35,10 @@ from zero.hosts.speeds import GIB, SPEEDS
 
 _CALLBACK = re.compile(r'custom_call_target="[^"]*(?:callback|xla_ffi)')
 FRAMES = 20  # of each operation, so that the user's line is among those of libraries
+UNKNOWN_OF_GPUS = (
+    "memory by a compiler for GPUs: the peak is that of XLA's buffers on CPUs, where some of bfloat16 are float32",
+    "more of the time than a lower bound: products at the GPU's published peak, or all bytes sent if these take longer",
+)
 SHOWN = 8  # lines of each list that `print` shows
 
 
@@ -325,23 +328,27 @@ def _bound(name: str, topology: str, fn: Any, args: Any, kwargs: Any) -> Plan:
     """What is known of a program on GPUs."""
     devices = gpus(topology)
     began = time.monotonic()
-    found = bound_on_gpus(devices, fn, args, kwargs)
-    collectives = (CollectiveCost(kind, *counts, 0.0, 0.0) for kind, counts in found.collectives.items())
+    compiled = compile_on_cpus(len(devices), fn, args, kwargs)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    bodies, entry = hlo.computations(compiled.as_text())
+    flops, sent = _flops(bodies, entry), _sent(bodies, entry)
+    speed = SPEEDS[devices[0].device_kind]
     return Plan(
         name,
         topology,
         devices[0].device_kind,
         len(devices),
-        found.peak_bytes,
+        held + memory.temp_size_in_bytes,
         topologies.available_bytes(devices),
         holders=(),
-        collectives=_sorted(collectives),
-        flops=found.flops,
-        seconds=found.seconds,
+        collectives=sent,
+        flops=flops,
+        seconds=max(flops / speed.flops, sum(cost.bytes for cost in sent) / speed.network),
         exposed_seconds=0.0,
         host_exposed_seconds=0.0,
         guessed_seconds=0.0,
-        unknowns=UNKNOWNS,
+        unknowns=UNKNOWN_OF_GPUS,
         compile_seconds=time.monotonic() - began,
         is_bound=True,
     )
@@ -413,6 +420,18 @@ def _collectives(timeline: Timeline) -> tuple[CollectiveCost, ...]:
     return _sorted(_sum(costs) for costs in by_kind.values())
 
 
+def _sent(bodies: hlo.Bodies, entry: str) -> tuple[CollectiveCost, ...]:
+    """The collectives of one run, without their time."""
+    by_kind: defaultdict[str, list[CollectiveCost]] = defaultdict(list)
+    for name, runs in hlo.runs_of(bodies, entry, unknown_trips=1).items():
+        for instruction in bodies[name]:
+            kind = hlo.kind_of(instruction)
+            if kind is not None:
+                sent = round(runs * hlo.bytes_sent(instruction))
+                by_kind[kind].append(CollectiveCost(kind, runs, sent, 0.0, 0.0))
+    return _sorted(_sum(costs) for costs in by_kind.values())
+
+
 def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
     return CollectiveCost(
         costs[0].kind,
@@ -437,7 +456,7 @@ def _flops(bodies: hlo.Bodies, entry: str) -> float:
             continue
         results = {instruction.name: instruction.result for instruction in bodies[name]}
         for instruction in bodies[name]:
-            if instruction.op in ("fusion", "convolution"):
+            if instruction.op in ("fusion", "convolution", "dot"):
                 total += runs * sum(works.of(instruction, results).flops.values())
             elif match := NOTED_FLOPS.search(instruction.rest):
                 total += runs * int(match[1])

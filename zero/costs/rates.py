@@ -19,6 +19,7 @@ _BITS = re.compile(r"\d+")
 _NOT_IN_HBM = "S("  # in the layout of an array
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "reshape", "slice")
 _VIEWS = ("bitcast", "reshape")
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _PRECISION = re.compile(r"operand_precision=\{(\w+),")
@@ -129,6 +130,9 @@ class Works:
             narrow = {"s8": "int8", "f8": "float8"}.get(operands[0][:2], "")
             flops[narrow] += convolution_flops(instruction, operands)
             return 0
+        if op == "dot":
+            flops[""] += dot_flops(instruction, operands)
+            return 0
         if op in _FREE:
             return 0
         if op.startswith("reduce"):
@@ -232,6 +236,21 @@ def convolution_flops(instruction: Instruction, operands: list[str]) -> float:
             valid += sum(1 for place in places if 0 <= place < extent and place % left_dilation == 0)
         flops *= valid
     return flops
+
+
+def dot_flops(instruction: Instruction, operands: list[str]) -> float:
+    """Operations of a matrix product, as XLA for CPUs writes it.
+
+    >>> heads = Instruction("d", "bf16[4,256,128]{2,1,0}", "dot",
+    ...     "%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={2}")
+    >>> dot_flops(heads, ["bf16[4,256,64]", "bf16[4,128,64]"]) == 2 * 4 * 256 * 128 * 64
+    True
+    """
+    contracted = _CONTRACTED.search(instruction.rest)
+    assert contracted is not None, instruction.rest
+    left = _dims(operands[0])
+    summed = math.prod(left[int(dim)] for dim in contracted[1].split(",") if dim)
+    return 2.0 * math.prod(_dims(instruction.result)) * summed
 
 
 def _dims(array: str) -> list[int]:

@@ -45,6 +45,25 @@ def test_a_pmapped_program() -> None:
     assert "compiler for GPUs" in str(plan) and "exposed" not in str(plan)
 
 
+def test_products_of_any_form() -> None:
+    """Batched products and convolutions count, in bfloat16 too, which XLA for CPUs multiplies in float32."""
+
+    def attend(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+    def blur(images: jax.Array, kernels: jax.Array) -> jax.Array:
+        layout = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(images, kernels, (1, 1), "VALID", dimension_numbers=layout)
+
+    heads = jax.ShapeDtypeStruct((GPUS, 4, 256, 8, 64), "bfloat16")
+    plan = zero.plan(jax.pmap(attend), heads, heads, topology=f"gpu:h100x{GPUS}")
+    assert plan.flops == 2 * 4 * 8 * 256 * 256 * 64
+    plan = zero.plan(
+        jax.pmap(blur), of_all(GPUS, 2, 34, 34, 32), of_all(GPUS, 3, 3, 32, 64), topology=f"gpu:h100x{GPUS}"
+    )
+    assert plan.flops == 2 * 2 * 32 * 32 * 64 * 9 * 32
+
+
 def test_a_jitted_program_and_its_page(tmp_path: Path) -> None:
     """XLA's own collectives are found, and the sum of two plans is of both."""
     mesh = jax.sharding.Mesh(jax.devices()[:GPUS], "batch")
