@@ -4,8 +4,8 @@
     python -m benchmarks.clock --texts TEXTS [--rows llama3-8b-v6e-16 ...]
     python -m benchmarks.clock    # prints the tables again from the rows that are there
 
-Reads the texts of compiled programs and writes docs/sources/maxtext.json, the
-columns of MaxText in benchmarks/measured/beside-maxtext.md, and the errors in benchmarks/measured/predicted-time.md.
+Reads the texts of compiled programs and writes docs/sources/maxtext.json, the columns of MaxText in
+benchmarks/measured/beside-maxtext.md, and the errors in benchmarks/measured/predicted-time.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from zero.costs.topology import find_devices, prepare_environment, slice_shape, 
 PAGE = REPOSITORY / "benchmarks" / "measured" / "predicted-time.md"
 START = "<!-- printed by benchmarks/clock.py -->\n"
 COMPILER = "MaxText 0.2.5, jax 0.12.0.1, libtpu 0.0.52"
-# Chosen before their programs were compiled. No repair of the predictor looks at them.
+# Chosen before their programs were compiled, so that no repair of the predictor is decided by them. The page says which
+# of their errors were known when the last one was.
 HELD_BACK = (
     "llama3-8b-v6e-128",
     "llama3-70b-v6e-128",

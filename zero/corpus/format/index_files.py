@@ -50,7 +50,7 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Shards(Sequence[Shard]):
+class Shards:
     """Shards in columns: a million objects would take as long as all else of a start.
 
     Attributes:
@@ -67,9 +67,7 @@ class Shards(Sequence[Shard]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return Shards(self.paths[place], self.rows[place])
+    def __getitem__(self, place: int) -> Shard:
         return Shard(self.paths[place], int(self.rows[place]))
 
     def __iter__(self) -> Iterator[Shard]:
@@ -120,12 +118,12 @@ def listed_shards(index: str | Path) -> Shards:
       UserError: the index is missing or empty, is something else, or lists a shard twice.
     """
     if str(index).endswith(SHARD):
-        return _columns([(str(index), 0)])
+        return Shards([str(index)], np.zeros(1, np.int64))
     text = _text_of(index)
     plain = _PLAIN_LINES.findall(text)
     paths = _paths_of(storage.parent(index), [name for name, _ in plain])
-    is_plain = len(plain) == text.count("\n") + (not text.endswith("\n")) and len(set(paths)) == len(paths)
-    if is_plain:
+    lines = text.count("\n") + (not text.endswith("\n"))
+    if len(plain) == lines and len(set(paths)) == lines:
         return Shards(paths, np.array([int(rows or 0) for _, rows in plain], np.int64))
     listed: dict[str, int] = {}
     for line_name, entries in _listed_lines(index, text):
@@ -135,12 +133,7 @@ def listed_shards(index: str | Path) -> Shards:
             listed[path] = rows
     if not listed:
         raise UserError(f"index file {index} lists no shards; expected one path per line")
-    return _columns(listed.items())
-
-
-def _columns(listed: Iterable[tuple[str, int]]) -> Shards:
-    paths, rows = zip(*listed, strict=True)
-    return Shards(list(paths), np.array(rows, np.int64))
+    return Shards(list(listed), np.array(list(listed.values()), np.int64))
 
 
 def _text_of(index: str | Path) -> str:

@@ -427,7 +427,9 @@ def _used_shards(
     indices: list[str], train_samples: int | None, skip_bad: bool, on_one_host: OnOneHost
 ) -> list[tuple[str, UsedShards]]:
     """Each index file of a corpus with its shards and the rows to use of each: all, or the first `train_samples`."""
-    left = min(train_samples or INT64, INT64)
+    left = INT64
+    if train_samples is not None:
+        left = min(train_samples, INT64)
     by_index: list[tuple[str, UsedShards]] = []
     for index in indices:
         shards = read_index(index, skip_bad, on_one_host)

@@ -21,7 +21,7 @@ from zero.corpus.reading.contents import contents_of
 from zero.corpus.reading.keys import SetKeys
 from zero.corpus.reading.loader import ONCE, Batching, Loader
 from zero.corpus.reading.prefetch import prefetch
-from zero.hosts.agreement import is_host_0
+from zero.hosts import agreement
 from zero.hosts.watchdog import progress
 from zero.inference.index_keys import IndexKeys
 from zero.inference.output import Output
@@ -107,9 +107,11 @@ def _store(
       UserError: the rows are shorter than the context, or the files cannot be written.
     """
     vocab_size = scorer.trained.model.config.vocab_size
-    loader = Loader(index, Batching(scorer.batch_rows), RowFormat(scorer.context, vocab_size), ONCE)
+    loader = Loader(
+        index, Batching(scorer.batch_rows), RowFormat(scorer.context, vocab_size), ONCE, on_one_host=agreement.on_host_0
+    )
     shape = (loader.rows, scorer.context, count)
-    shards = read_index(index)
+    shards = read_index(index, on_one_host=agreement.on_host_0)
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         left = loader.rows
@@ -121,7 +123,7 @@ def _store(
                 yield np.asarray(tokens)[:left], np.asarray(log_probabilities)[:left]
                 left -= len(tokens)
 
-    if is_host_0():
+    if agreement.is_host_0():
         write_top_tokens(*(index, shape, vocab_size, list(contents_of(shards)), batches()))
         log.info("the %d most likely tokens of %d rows are beside %s", count, loader.rows, index)
         return
