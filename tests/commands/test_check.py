@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero.commands import check
+from zero.hosts.speeds import SPEEDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READY = ["flax_classifier/train.py", "sam/train.py", "translation/train.py", "diffusion/train.py"]
@@ -117,6 +118,40 @@ def test_a_step_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         check.main([str(program), "train_step", "arguments", "--topology", "v5e-7"])
     with pytest.raises(SystemExit, match=r"argument 0 has the shape \(\): expected 8 in dimension 0"):
         check.main([str(program), "train_step", "wrong", "--topology", "v5e-8"])
+
+
+KERNEL = """
+from functools import partial
+import jax, jax.numpy as jnp
+from jax.experimental import pallas
+
+def multiply(x, y, product):
+    product[...] = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
+
+@partial(jax.pmap, axis_name="i")
+def train_step(x):
+    for _ in range(2):
+        x = pallas.pallas_call(multiply, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, x)
+    return jax.lax.psum(x, "i")
+
+arguments = (jax.ShapeDtypeStruct((8, 512, 512), "float32"),)
+"""
+
+
+def test_kernels_are_counted_by_their_instructions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, whose compiler is asked for their cycles."""
+    pytest.importorskip("libtpu")
+    program = tmp_path / "train.py"
+    program.write_text(KERNEL)
+    command = [sys.executable, "-m", "zero.commands.check", str(program), "train_step", "arguments", "--exact"]
+    done = subprocess.run([*command, "--topology", "v5e-8"], capture_output=True, text=True, check=False, timeout=600)
+    step, exposed = map(float, re.findall(r"^(?:step|exposed) +([\d.e-]+) s", done.stdout, re.MULTILINE))
+    assert step - exposed > 2 * 2 * 512**3 / SPEEDS["TPU v5 lite"].flops, done.stdout
+    assert "a guess" not in done.stdout
+    assert "unknown   which branches of Pallas kernels run: each is counted as taken" in done.stdout
+    with pytest.raises(SystemExit):
+        check.main([str(program), "train_step", "arguments", "--exact"])
+    assert "--exact and --save need --topology" in capsys.readouterr().err
 
 
 MESH = """

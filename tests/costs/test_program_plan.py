@@ -14,7 +14,7 @@ from jax.experimental import mesh_utils
 from jax.experimental import pallas as pl
 
 import zero
-from zero.base.errors import UnknownTopology
+from zero.base.errors import UnknownTopology, UserError
 from zero.costs import program_plan
 from zero.costs.holders import Holder
 from zero.hosts.speeds import SPEEDS
@@ -194,6 +194,8 @@ def test_the_time_of_a_kernel_of_others_is_called_a_guess() -> None:
     assert short.guessed_seconds == pytest.approx(2 * (1 << 20) / SPEEDS["TPU v5 lite"].memory)
     assert long.guessed_seconds == pytest.approx(1e-3) and 0.9 < long.guessed_seconds / (long.seconds or 0) <= 1
     assert "a guess   " in str(long) and "the operations that they note" in str(long)
+    with pytest.raises(UserError, match=r"exact=True: this process has loaded the TPU compiler before"):
+        zero.plan(step, x, 1, topology="v5e-1", exact=True)
 
 
 def test_a_loop_that_its_data_end_is_counted_once() -> None:

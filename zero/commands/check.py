@@ -30,6 +30,7 @@ import zero
 from zero.base.errors import UserError
 from zero.costs.absent_devices import NotPlannable
 from zero.costs.formula import PREFIX, gpus
+from zero.costs.kernel_cycles import ask_for_kernel_cycles
 
 
 class Report(NamedTuple):
@@ -141,9 +142,9 @@ def _plan(module: ModuleType, options: argparse.Namespace) -> int:
             )
     made = getattr(module, options.made_from)
     try:
-        plan = zero.plan(
-            getattr(module, options.name), *(made() if callable(made) else made), topology=options.topology
-        )
+        arguments = made() if callable(made) else made
+        step = getattr(module, options.name)
+        plan = zero.plan(step, *arguments, topology=options.topology, exact=options.exact)
     except (UserError, NotPlannable) as error:
         raise SystemExit(str(error)) from error
     print(plan)
@@ -167,10 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--devices", type=int, default=8, help="the number of devices to plan for")
     parser.add_argument("--topology", help="a TPU slice such as v5e-16, or gpu:h100x8: what a step costs there")
+    parser.add_argument(
+        "--exact", action="store_true", help="with --topology: the time of Pallas kernels is the compiler's estimate"
+    )
     parser.add_argument("--save", type=Path, help="with --topology: a page with the schedule of the step")
     options = parser.parse_args(arguments)
-    if options.save is not None and options.topology is None:
-        parser.error("--save needs --topology")
+    if options.topology is None and (options.exact or options.save is not None):
+        parser.error("--exact and --save need --topology")
+    if options.exact:
+        ask_for_kernel_cycles()
     if options.topology is not None:
         try:
             _create_cpus(options.topology)

@@ -160,6 +160,11 @@ def _beside_calls(bodies: Bodies) -> dict[str, list[Instruction]]:
     return beside
 
 
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether it is a kernel of Pallas for TPU."""
+    return 'custom_call_target="tpu_custom_call"' in instruction.rest
+
+
 def kind_of(instruction: Instruction) -> str | None:
     """The kind of collective that an instruction is or starts, None for all others."""
     kind = instruction.op.removesuffix("-start")

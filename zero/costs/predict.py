@@ -208,8 +208,9 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
-    """Seconds of a Pallas kernel: attention by its products, any other one by its arrays and its `cost_estimate`.
+    """Seconds of a Pallas kernel: attention by its products, any other one by the longest time that is known of it.
 
+    That is the time of its arrays, of the operations in its `cost_estimate`, or of its cycles (`kernel_cycles.py`).
     zero's own kernels note their operations in the program; splash attention's follow from its shapes.
     """
     shapes = instruction.rest.partition("operand_layout_constraints={")[2].partition("}}")[0]
@@ -222,7 +223,8 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     mask = _MASK.search(shapes)
     if splash is None or mask is None or speed.splash is None:
         noted = NOTED_FLOPS.search(instruction.rest)
-        return max(int(noted[1]) / speed.flops if noted else 0.0, moved / speed.memory)
+        products = int(noted[1]) / speed.flops if noted else 0.0
+        return max(products, moved / speed.memory, (instruction.cycles or 0) / speed.clock)
     queries, _, values = (_dims(heads) for heads in _HEADS.findall(shapes)[:3])
     *rows, positions, width = queries
     blocks, widest = map(int, mask.groups())
@@ -238,6 +240,11 @@ def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
     flops = 2 * math.prod(rows) * computed * block**2 * columns
     share: float = getattr(speed.splash, kernel)
     return max(flops / (share * speed.flops), moved / speed.memory)
+
+
+def is_known_kernel(instruction: Instruction) -> bool:
+    """Whether a kernel's products are known: zero's own note them, and those of splash attention follow from shapes."""
+    return bool(_ZERO_KERNEL.search(instruction.rest) or _SPLASH.match(instruction.name))
 
 
 def inversion_seconds(instruction: Instruction, speed: Speed) -> float:
@@ -474,8 +481,8 @@ class _Schedule:
         """Whether nothing but the bytes that an instruction touches says how long it takes."""
         if instruction.cycles is not None or _INVERSION.search(instruction.rest):
             return False
-        if 'custom_call_target="tpu_custom_call"' in instruction.rest:
-            return not (_ZERO_KERNEL.search(instruction.rest) or _SPLASH.match(instruction.name))
+        if hlo.is_kernel(instruction):
+            return not is_known_kernel(instruction)
         return self.rates is None or instruction.op not in _ESTIMATED
 
     def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:
@@ -488,10 +495,10 @@ class _Schedule:
         return min(seconds, sum(sum(hlo.sizes_of(array)) for array in arrays) / self.speed.memory)
 
     def _estimated_seconds(self, instruction: Instruction, arrays: list[str], results: dict[str, str]) -> float:
+        if hlo.is_kernel(instruction):
+            return kernel_seconds(instruction, self.speed)
         if instruction.cycles is not None:
             return instruction.cycles / self.speed.clock
-        if 'custom_call_target="tpu_custom_call"' in instruction.rest:
-            return kernel_seconds(instruction, self.speed)
         if _INVERSION.search(instruction.rest):
             return inversion_seconds(instruction, self.speed)
         if self.rates is not None and instruction.op in _ESTIMATED:

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from zero.base.errors import UnknownTopology
+from zero.base.errors import UnknownTopology, UserError
 from zero.costs import hlo
 from zero.costs import topology as topologies
 from zero.costs.absent_devices import argument_names, compile_on_cpus, lower_for
@@ -25,6 +25,7 @@ from zero.costs.compiler import Compiler, KeptProgram, source_frames
 from zero.costs.crash_message import printed_if_this_process_dies
 from zero.costs.formula import PREFIX, gpus
 from zero.costs.holders import Holder, holders_of
+from zero.costs.kernel_cycles import ask_for_kernel_cycles, check_kernel_cycles, unknown_kernels
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
 from zero.costs.predict import CORE, NOTED_FLOPS, Timeline, predict
@@ -252,6 +253,7 @@ def plan(
     *args: Any,
     topology: str,
     compiler_options: Mapping[str, bool | int] | None = None,
+    exact: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Memory, traffic and seconds per step of a program on TPUs that need not be attached; bounds of them on GPUs.
@@ -269,12 +271,16 @@ def plan(
         "gpu:h100x8", there are only a lower bound of the seconds and the memory that XLA takes on CPUs, of which this
         process needs as many.
       compiler_options: of XLA, beside those in LIBTPU_INIT_ARGS.
+      exact: counts Pallas kernels by the compiler's estimate of their instructions, with each of their branches taken,
+        and not by the bytes that they touch and the operations that they note. Only in a process that has not used the
+        compiler before. zero's own kernels and splash attention are counted by their products in any case.
       kwargs: arguments of `fn` by name, likewise.
 
     Raises:
       UnknownTopology: there is no such slice, or no compiler.
       ValueError: a leading axis is not as long as the topology has devices, or a mesh has another number of them.
       TypeError: `fn` is not a function.
+      UserError: with `exact`, this process has used the compiler before, or the topology has GPUs.
 
     >>> step = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")
     >>> x = jax.ShapeDtypeStruct((8, 1024, 1024), "float32")
@@ -289,7 +295,11 @@ def plan(
     named = fn if hasattr(fn, "__name__") else inspect.unwrap(fn)  # a wrapper of Haliax has no name of its own
     name = getattr(named, "__name__", type(fn).__name__)
     if topology.startswith(PREFIX):
+        if exact:
+            raise UserError(f"exact=True: there is no compiler for {topology} here, and its time is a bound")
         return _bound(name, topology, fn, args, kwargs)
+    if exact:
+        ask_for_kernel_cycles()
     present = topologies.topology(topology)
     with source_frames(FRAMES):
         lowered, devices, notes = lower_for(present, fn, args, kwargs)
@@ -321,6 +331,8 @@ def plan(
             compile_seconds=time.monotonic() - began,
         )
     seconds = time.monotonic() - began
+    if exact:
+        check_kernel_cycles(hlo.computations(compiled.text)[0])
     return _plan_of(compiled, name, topology, devices, available, arguments, notes, seconds)
 
 
@@ -470,6 +482,11 @@ def _unknowns(bodies: hlo.Bodies, lines: SourceLines) -> tuple[str, ...]:
     instructions = [instruction for body in bodies.values() for instruction in body]
     if any(_CALLBACK.search(instruction.rest) for instruction in instructions if instruction.op == "custom-call"):
         found.append("callbacks to Python: their time on the host is not counted")
+    kernels = unknown_kernels(bodies)
+    if any(kernel.cycles is not None for kernel in kernels):
+        found.append("which branches of Pallas kernels run: each is counted as taken")
+    if any(NOTED_FLOPS.search(kernel.rest) is None for kernel in kernels):
+        found.append("operations of kernels without a cost_estimate: the matrix units' share counts none of them")
     return tuple(found)
 
 

@@ -1,0 +1,44 @@
+"""Cycles of Pallas kernels, which the TPU compiler estimates, but does not write into a program's text unless asked to.
+
+A kernel's estimate is that of its instructions as often as its grid runs them, with each branch taken, and without
+waits for memory. The compiler reads the option once in a process, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+from zero.base.errors import UserError
+from zero.costs import hlo
+from zero.costs.predict import is_known_kernel
+
+_VARIABLE = "LIBTPU_INIT_ARGS"
+_OPTION = "--xla_jf_dump_static_llo_profile_to="  # a directory, where it writes the same estimates
+
+
+def ask_for_kernel_cycles() -> None:
+    """Makes the compiler write them into the texts of programs, if this process has not loaded it yet."""
+    options = os.environ.get(_VARIABLE, "")
+    if _OPTION not in options:
+        directory = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        os.environ[_VARIABLE] = f"{options} {_OPTION}{directory}".strip()
+
+
+def check_kernel_cycles(bodies: hlo.Bodies) -> None:
+    """Raises a `UserError` if kernels have none, because the compiler was loaded before it was asked for them."""
+    if any(kernel.cycles is None for kernel in unknown_kernels(bodies)):
+        raise UserError(
+            "exact=True: this process has loaded the TPU compiler before, and did not ask for the cycles of kernels. "
+            "Call zero.plan(..., exact=True) before zero.topology and before other plans, or run "
+            "python -m zero.commands.check with --exact"
+        )
+
+
+def unknown_kernels(bodies: hlo.Bodies) -> list[hlo.Instruction]:
+    """Pallas kernels of whose products nothing is known but what their authors note."""
+    instructions = [instruction for body in bodies.values() for instruction in body]
+    return [x for x in instructions if hlo.is_kernel(x) and not is_known_kernel(x)]
