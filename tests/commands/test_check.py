@@ -152,6 +152,8 @@ def test_kernels_are_counted_by_their_instructions(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         check.main([str(program), "train_step", "arguments", "--exact"])
     assert "--exact and --save need --topology" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"exact=True: the TPU compiler estimates kernels for v5e, .* not for tpu7x-8"):
+        check.main([str(program), "train_step", "arguments", "--exact", "--topology", "tpu7x-8"])
 
 
 MESH = """

@@ -30,7 +30,6 @@ import zero
 from zero.base.errors import UserError
 from zero.costs.absent_devices import NotPlannable
 from zero.costs.formula import PREFIX, gpus
-from zero.costs.kernel_cycles import ask_for_kernel_cycles
 
 
 class Report(NamedTuple):
@@ -124,9 +123,13 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _create_cpus(topology: str) -> None:
-    """Gives jax as many CPUs as a slice, or nodes of GPUs, have devices."""
+def _create_cpus(topology: str, exact: bool) -> None:
+    """Gives jax as many CPUs as a slice, or nodes of GPUs, have devices; `exact` is that of `zero.plan`."""
     zero.plan  # noqa: B018  # says which package is missing, if one is
+    if exact:
+        from zero.costs.kernel_cycles import ask_for_kernel_cycles  # Here, because only plans need its packages.
+
+        ask_for_kernel_cycles(topology)
     jax.config.update("jax_platforms", "cpu")
     devices = gpus(topology) if topology.startswith(PREFIX) else zero.topology(topology)
     zero.use_cpu_devices(len(devices))
@@ -175,11 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.topology is None and (options.exact or options.save is not None):
         parser.error("--exact and --save need --topology")
-    if options.exact:
-        ask_for_kernel_cycles()
     if options.topology is not None:
         try:
-            _create_cpus(options.topology)
+            _create_cpus(options.topology, options.exact)
         except (ModuleNotFoundError, UserError) as error:
             raise SystemExit(str(error)) from error
     module = _load(options.program)

@@ -14,13 +14,23 @@ import tempfile
 from zero.base.errors import UserError
 from zero.costs import hlo
 from zero.costs.predict import is_known_kernel
+from zero.costs.topology import slice_shape, slices_in
 
+# Of others libtpu 0.0.42 and 0.0.52 end the process. Source: benchmarks/measured/predicted-time.md
+_GENERATIONS = ("v5e", "v5p", "v6e")
 _VARIABLE = "LIBTPU_INIT_ARGS"
 _OPTION = "--xla_jf_dump_static_llo_profile_to="  # a directory, where it writes the same estimates
 
 
-def ask_for_kernel_cycles() -> None:
-    """Makes the compiler write them into the texts of programs, if this process has not loaded it yet."""
+def ask_for_kernel_cycles(topology: str) -> None:
+    """Makes the compiler write them into the texts of programs, if this process has not loaded it yet.
+
+    Raises:
+      UserError: the compiler has no estimates for this topology, or there is none of this name.
+    """
+    if slice_shape(slices_in(topology)[1]).partition(":")[0] not in _GENERATIONS:
+        generations = ", ".join(_GENERATIONS)
+        raise UserError(f"exact=True: the TPU compiler estimates kernels for {generations} alone, not for {topology}")
     options = os.environ.get(_VARIABLE, "")
     if _OPTION not in options:
         directory = tempfile.mkdtemp()

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from zero.base.errors import UnknownTopology, UserError
+from zero.base.errors import UnknownTopology
 from zero.costs import hlo
 from zero.costs import topology as topologies
 from zero.costs.absent_devices import argument_names, compile_on_cpus, lower_for
@@ -272,15 +272,16 @@ def plan(
         process needs as many.
       compiler_options: of XLA, beside those in LIBTPU_INIT_ARGS.
       exact: counts Pallas kernels by the compiler's estimate of their instructions, with each of their branches taken,
-        and not by the bytes that they touch and the operations that they note. Only in a process that has not used the
-        compiler before. zero's own kernels and splash attention are counted by their products in any case.
+        and not by the bytes that they touch and the operations that they note. For v5e, v5p and v6e, in a process that
+        has not used the compiler before. zero's own kernels and splash attention are counted by their products in any
+        case. The compiler ends the process if it cannot estimate a program.
       kwargs: arguments of `fn` by name, likewise.
 
     Raises:
       UnknownTopology: there is no such slice, or no compiler.
       ValueError: a leading axis is not as long as the topology has devices, or a mesh has another number of them.
       TypeError: `fn` is not a function.
-      UserError: with `exact`, this process has used the compiler before, or the topology has GPUs.
+      UserError: with `exact`, this process has used the compiler before, or it has no estimates for the topology.
 
     >>> step = jax.pmap(lambda x: jax.lax.psum(x, "i"), "i")
     >>> x = jax.ShapeDtypeStruct((8, 1024, 1024), "float32")
@@ -294,12 +295,10 @@ def plan(
     """
     named = fn if hasattr(fn, "__name__") else inspect.unwrap(fn)  # a wrapper of Haliax has no name of its own
     name = getattr(named, "__name__", type(fn).__name__)
-    if topology.startswith(PREFIX):
-        if exact:
-            raise UserError(f"exact=True: there is no compiler for {topology} here, and its time is a bound")
-        return _bound(name, topology, fn, args, kwargs)
     if exact:
-        ask_for_kernel_cycles()
+        ask_for_kernel_cycles(topology)
+    if topology.startswith(PREFIX):
+        return _bound(name, topology, fn, args, kwargs)
     present = topologies.topology(topology)
     with source_frames(FRAMES):
         lowered, devices, notes = lower_for(present, fn, args, kwargs)
@@ -309,7 +308,7 @@ def plan(
     began = time.monotonic()
     arguments = argument_names(fn, args, kwargs)
     try:
-        with printed_if_this_process_dies(_last_words(name, topology)):
+        with printed_if_this_process_dies(_last_words(name, topology, exact)):
             compiled = compiler.compile_lowered(lowered)
     except jax.errors.JaxRuntimeError as error:
         needed, available = topologies.out_of_memory(error)
@@ -366,8 +365,13 @@ def _bound(name: str, topology: str, fn: Any, args: Any, kwargs: Any) -> Plan:
     )
 
 
-def _last_words(name: str, asked: str) -> str:
+def _last_words(name: str, asked: str, exact: bool) -> str:
     """What a crash of the compiler should tell."""
+    if exact:
+        return (
+            f"zero.plan: this process ended while the TPU compiler estimated the kernels of {name} for {asked}, which "
+            "it cannot do for every program (its messages are above): plan without exact=True"
+        )
     return (
         f"zero.plan: this process ended while the TPU compiler compiled {name} for {asked}: a fault of the compiler, "
         "whose messages are above, or a lack of memory. Plan in a process of its own (python -m zero.commands.check "
