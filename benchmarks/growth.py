@@ -225,12 +225,16 @@ def first_ranges(shards: int) -> Callable[[], None]:
 
 def opened_index(shards: int) -> Callable[[], Any]:
     from zero.corpus.format.index_files import read_index
+    from zero.corpus.preparing.corpus_files import index_text
 
     folder = Path(tempfile.mkdtemp())
-    for number in range(shards):
-        (folder / f"{number}.tar").touch()
-    (folder / "a.index").write_text("\n".join(f"{number}.tar # 256 rows" for number in range(shards)))
-    return lambda: read_index(folder / "a.index")
+    names = [f"{number}.tar" for number in range(shards)]
+    for name in names:
+        (folder / name).touch()
+    index = folder / "a.index"
+    listed = [{"name": name, "rows": 256} for name in names]
+    index.write_bytes(index_text(str(index), str(folder), "train", {"tokens": 0, "documents": 0, "shards": listed}))
+    return lambda: read_index(index)
 
 
 def mixed_rows(corpora: int) -> Callable[[], Any]:

@@ -26,8 +26,9 @@ MOST_ROWS = 2**31 - 1  # of a shard in a bucket, whose size is not known yet
 FEW_ROWS = 2**24  # that need no more than 128 MiB for their order: what is missing of a truncated shard can be skipped
 BYTE_ORDER_MARK = "\ufeff"
 Weight = float | Sequence[Sequence[float]]  # of a corpus: a number, or [[step, weight], ...] with steps from 0 on
-# As zero-prepare writes them, of so few rows that any shard may hold them: a million are read at once.
+# As zero-prepare writes them, below a comment, of so few rows that any shard may hold them: a million are read at once.
 _PLAIN_LINES = re.compile(r"^([^\s#{}\0\ufeff]+\.tar)(?: # ([1-9][0-9]{0,6}) rows)?$", re.MULTILINE)
+_COMMENT_LINES = re.compile(r"^#", re.MULTILINE)
 _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")  # of a shell; others are characters of a name
 _log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def listed_shards(index: str | Path) -> Shards:
     plain = _PLAIN_LINES.findall(text)
     paths = _paths_of(storage.parent(index), [name for name, _ in plain])
     lines = text.count("\n") + (not text.endswith("\n"))
-    if len(plain) == lines and len(set(paths)) == lines:
+    if paths and len(plain) + len(_COMMENT_LINES.findall(text)) == lines and len(set(paths)) == len(paths):
         return Shards(paths, np.array([int(rows or 0) for _, rows in plain], np.int64))
     listed: dict[str, int] = {}
     for line_name, entries in _listed_lines(index, text):
