@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from zero.costs.hlo import Instruction
-from zero.costs.predict import Prediction, TimedPart, kernel_seconds, part_of, predict, transfer_seconds
+from zero.costs.predict import Prediction, TimedPart, part_of, predict, transfer_seconds
 from zero.costs.topology import find_devices
 from zero.hosts.speeds import HOP, SPEEDS
 
@@ -315,50 +315,6 @@ def test_time_of_sums_that_are_not_fused() -> None:
             more=PRODUCT,
         )
         assert found.seconds == pytest.approx(seconds, rel=1e-3)
-
-
-def test_shares_of_attention_kernels() -> None:
-    """On a v6e each kernel has a share of its own, and the fused one is known by its gradients per block of keys."""
-    assert V6E.splash is not None
-    shapes = "s8[1,4,4], s8[1,4,4], bf16[32,8192,128], bf16[8,8192,128], bf16[8,8192,128]"
-    rest = f"%q), operand_layout_constraints={{{shapes}}}, x"
-    scratch = "f32[2048,128], f32[2048,128]"  # MaxText's own kernel has sums of a block among its results
-    of_keys = "bf16[8,8192,128], bf16[8,8192,128]"
-    flops = 2 * 32 * 10 * 2048**2 * 128
-    for name, result, products, share in (
-        ("splash_mha_fwd_residuals.1", "bf16[32,8192,128]", 2, V6E.splash.fwd),
-        ("splash_mha_dq.1", "bf16[32,8192,128]", 3, V6E.splash.dq),
-        ("splash_mha_dkv.1", f"({scratch}, {of_keys})", 4, V6E.splash.dkv),
-        ("splash_mha_dkv.1", f"({scratch}, bf16[4,32,8192,128], {of_keys})", 5, V6E.splash.fused),
-    ):
-        found = kernel_seconds(Instruction(name, result, "custom-call", rest), V6E)
-        assert found == pytest.approx(products * flops / (share * V6E.flops))
-
-
-def test_time_of_attention_kernels() -> None:
-    """An attention kernel takes the time of the products of the blocks that it computes."""
-    shapes = "s8[1,{0}], s8[1,{0}], bf16[2,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
-    for name, products in (("splash_mha_fwd_residuals.1", 2), ("splash_mqa_dq.2", 3), ("splash_mha_dkv.3", 4)):
-        for widest, blocks in ((4, 10), (2, 7)):  # causal; in a window
-            mask = f"{widest},4" if "dkv" in name else f"4,{widest}"  # its grid goes over keys first
-            rest = f"%q), operand_layout_constraints={{{shapes.format(mask)}}}, x"
-            found = kernel_seconds(Instruction(name, "bf16[2,32,2048,128]", "custom-call", rest), V5E)
-            flops = products * 2 * 2 * 32 * blocks * 512**2 * 128
-            assert V5E.splash is not None
-            assert found == pytest.approx(flops / (V5E.splash.fwd * V5E.flops))
-    rest = f"%q), operand_layout_constraints={{{shapes.format('4,4')}}}, x"
-    one, both = "bf16[2,8,2048,128]", "bf16[2,4,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"
-    parts, fused = (kernel_seconds(Instruction("splash_mha_dkv.4", f"({x})", "", rest), V5E) for x in (one, both))
-    assert fused == pytest.approx(5 / 4 * parts)  # with the gradient of queries
-    noted = (
-        ', metadata={op_name="jvp(zero_attention_fwd_128)/pallas_call"}, backend_config={"cost_estimate":{"flops":"9"}}'
-    )
-    own = Instruction("zero_attention_fwd_128.1", "bf16[8]", "custom-call", noted.replace("9", str(10**12)))
-    assert kernel_seconds(own, V5E) == pytest.approx(1e12 / (V5E.fused * V5E.flops))
-    wide = own._replace(rest=own.rest.replace("fwd_128", "fwd_256"))
-    assert kernel_seconds(wide, V6E) == pytest.approx(1e12 / (V6E.wide * V6E.flops))
-    other = Instruction("gmm", "f32[8190000]", "custom-call", "%q), operand_layout_constraints={f32[8190000]}}")
-    assert kernel_seconds(other, V5E) == pytest.approx(2 * 4 * 8.19e6 / 819e9)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import tempfile
 
 from zero.base.errors import UserError
 from zero.costs import hlo
-from zero.costs.predict import is_known_kernel
+from zero.costs.kernels import product_seconds
 from zero.costs.topology import slice_shape, slices_in
+from zero.hosts.speeds import Speed
 
 # Of others libtpu 0.0.42 and 0.0.52 end the process. Source: benchmarks/measured/predicted-time.md
 _GENERATIONS = ("v5e", "v5p", "v6e")
@@ -38,9 +39,9 @@ def ask_for_kernel_cycles(topology: str) -> None:
         os.environ[_VARIABLE] = f"{options} {_OPTION}{directory}".strip()
 
 
-def check_kernel_cycles(bodies: hlo.Bodies) -> None:
+def check_kernel_cycles(bodies: hlo.Bodies, speed: Speed) -> None:
     """Raises a `UserError` if kernels have none, because the compiler was loaded before it was asked for them."""
-    if any(kernel.cycles is None for kernel in unknown_kernels(bodies)):
+    if any(kernel.cycles is None for kernel in unknown_kernels(bodies, speed)):
         raise UserError(
             "exact=True: this process has loaded the TPU compiler before, and did not ask for the cycles of kernels. "
             "Call zero.plan(..., exact=True) before zero.topology and before other plans, or run "
@@ -48,7 +49,7 @@ def check_kernel_cycles(bodies: hlo.Bodies) -> None:
         )
 
 
-def unknown_kernels(bodies: hlo.Bodies) -> list[hlo.Instruction]:
+def unknown_kernels(bodies: hlo.Bodies, speed: Speed) -> list[hlo.Instruction]:
     """Pallas kernels of whose products nothing is known but what their authors note."""
     instructions = [instruction for body in bodies.values() for instruction in body]
-    return [x for x in instructions if hlo.is_kernel(x) and not is_known_kernel(x)]
+    return [x for x in instructions if hlo.is_kernel(x) and product_seconds(x, speed) is None]

@@ -8,7 +8,6 @@ Sources: benchmarks/measured/predicted-time.md.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from zero.costs import hlo
 from zero.costs.between_slices import crossing_of, rendezvous_of
 from zero.costs.hlo import Bodies, Instruction
+from zero.costs.kernels import inversion_seconds, is_inversion, kernel_seconds, product_seconds
 from zero.costs.rates import RATES, Rates, Works, estimated_seconds
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds
@@ -55,22 +55,6 @@ _IN_VMEM = re.compile(r"\b[a-z]+\d*\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 # Tiles that are shorter than the eight rows of a vector register: sums over them are not limited by memory.
 _SHORT_TILES = re.compile(r"T\([124],128\)")
 _NO_DATA = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)')
-# Products of two matrices per block of scores, over the width of queries and keys and over the width of values, in each
-# of jax's splash attention kernels. The fused "dkv" computes the gradient of queries too, once per block of keys, so
-# one of its results has a dimension more than the queries.
-_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-_PRODUCTS = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}
-NOTED_FLOPS = re.compile(r'"cost_estimate":{"flops":"(\d+)"')  # by the author of a kernel
-_ZERO_KERNEL = re.compile(r'zero_attention_(?:fwd|bwd)_(\d+).*"cost_estimate":{"flops":"(\d+)"')  # width, operations
-# XLA's inversion of triangular matrices, its dimensions and the innermost one; its bundles per element of 128 matrices
-# that lie side by side in lanes, or per row of a matrix that has the lanes for itself (measured in delta-rule.md).
-_INVERSION = re.compile(r'custom_call_target="InvertDiagBlocks')
-_LAID_OUT = re.compile(r"f32\[([\d,]+)\]\{(\d+)")
-_BUNDLES_PER_ELEMENT = 18.1
-_BUNDLES_PER_ROW = 27.9
-_MASK = re.compile(r"s8\[(?:\d+,)?(\d+),(\d+)\]")
-_HEADS = re.compile(r"(?:bf16|f32)\[([\d,]+)\]")
-
 
 # Lanes of the time axis beside the units that transfers occupy, which are "network", "memory" and the host's link.
 CORE, SPARSE_CORE = "TensorCore", "SparseCore"
@@ -205,80 +189,6 @@ def transfer_seconds(instruction: Instruction, places: Sequence[tuple[int, ...]]
     kind = hlo.kind_of(instruction)
     assert kind is not None
     return collective_seconds(kind, hlo.bytes_sent(instruction), group, places, speed, is_ring=is_ring)
-
-
-def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
-    """Seconds of a Pallas kernel: attention by its products, any other one by the longest time that is known of it.
-
-    That is the time of its arrays, of the operations in its `cost_estimate`, or of its cycles (`kernel_cycles.py`).
-    zero's own kernels note their operations in the program; splash attention's follow from its shapes.
-    """
-    shapes = instruction.rest.partition("operand_layout_constraints={")[2].partition("}}")[0]
-    moved = sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))
-    zero_kernel = _ZERO_KERNEL.search(instruction.rest)
-    if zero_kernel is not None and speed.fused:
-        width, flops = map(int, zero_kernel.groups())
-        return max(flops / (speed.attention(width) * speed.flops), moved / speed.memory)
-    splash = _SPLASH.match(instruction.name)
-    mask = _MASK.search(shapes)
-    if splash is None or mask is None or speed.splash is None:
-        noted = NOTED_FLOPS.search(instruction.rest)
-        products = int(noted[1]) / speed.flops if noted else 0.0
-        return max(products, moved / speed.memory, (instruction.cycles or 0) / speed.clock)
-    queries, _, values = (_dims(heads) for heads in _HEADS.findall(shapes)[:3])
-    *rows, positions, width = queries
-    blocks, widest = map(int, mask.groups())
-    kernel = splash[1]
-    if kernel == "dkv":  # the grid of keys and queries is transposed
-        blocks, widest = sorted((blocks, widest), reverse=True)
-        if any(len(_dims(result)) > len(queries) for result in _HEADS.findall(instruction.result)):
-            kernel = "fused"
-    computed = sum(min(number + 1, widest) for number in range(blocks))
-    block = positions // blocks
-    over_width, over_values = _PRODUCTS[kernel]
-    columns = over_width * _padded(width) + over_values * _padded(values[-1])
-    flops = 2 * math.prod(rows) * computed * block**2 * columns
-    share: float = getattr(speed.splash, kernel)
-    return max(flops / (share * speed.flops), moved / speed.memory)
-
-
-def is_known_kernel(instruction: Instruction) -> bool:
-    """Whether a kernel's products are known: zero's own note them, and those of splash attention follow from shapes."""
-    return bool(_ZERO_KERNEL.search(instruction.rest) or _SPLASH.match(instruction.name))
-
-
-def inversion_seconds(instruction: Instruction, speed: Speed) -> float:
-    """Seconds of XLA's inversion of triangular matrices, which has no cycles in the text (one core of a chip computes).
-
-    >>> inversion = Instruction("i", "f32[4,32,64,64]{3,2,1,0:T(8,128)}", "custom-call", "")
-    >>> inversion_seconds(inversion, SPEEDS["TPU v5"]) / inversion_seconds(
-    ...     inversion._replace(result="f32[128,64,64]{0,2,1:T(8,128)}"), SPEEDS["TPU v5"]
-    ... )  # doctest: +ELLIPSIS
-    3.08...
-    """
-    match = _LAID_OUT.match(instruction.result)
-    assert match is not None, instruction.result
-    *matrices, _, size = _dims(match[1])
-    innermost = int(match[2])
-    if innermost < len(matrices):
-        groups = math.prod(matrices) // matrices[innermost] * math.ceil(matrices[innermost] / 128)
-        bundles = groups * _BUNDLES_PER_ELEMENT * size**2
-    else:
-        bundles = math.prod(matrices) * _BUNDLES_PER_ROW * size
-    return bundles / speed.clock
-
-
-def _dims(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
-
-
-def _padded(size: int) -> int:
-    """The columns that a product occupies: a unit has 128.
-
-    >>> _padded(64), _padded(192)
-    (128, 256)
-    """
-    return 128 * math.ceil(size / 128)
 
 
 class _Spent:
@@ -479,10 +389,10 @@ class _Schedule:
 
     def _is_guess(self, instruction: Instruction) -> bool:
         """Whether nothing but the bytes that an instruction touches says how long it takes."""
-        if instruction.cycles is not None or _INVERSION.search(instruction.rest):
+        if instruction.cycles is not None or is_inversion(instruction):
             return False
         if hlo.is_kernel(instruction):
-            return not is_known_kernel(instruction)
+            return product_seconds(instruction, self.speed) is None
         return self.rates is None or instruction.op not in _ESTIMATED
 
     def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:
@@ -499,7 +409,7 @@ class _Schedule:
             return kernel_seconds(instruction, self.speed)
         if instruction.cycles is not None:
             return instruction.cycles / self.speed.clock
-        if _INVERSION.search(instruction.rest):
+        if is_inversion(instruction):
             return inversion_seconds(instruction, self.speed)
         if self.rates is not None and instruction.op in _ESTIMATED:
             work = self.works.of(instruction, results)

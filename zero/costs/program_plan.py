@@ -26,13 +26,14 @@ from zero.costs.crash_message import printed_if_this_process_dies
 from zero.costs.formula import PREFIX, gpus
 from zero.costs.holders import Holder, holders_of
 from zero.costs.kernel_cycles import ask_for_kernel_cycles, check_kernel_cycles, unknown_kernels
+from zero.costs.kernels import NOTED_FLOPS
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
-from zero.costs.predict import CORE, NOTED_FLOPS, Timeline, predict
+from zero.costs.predict import CORE, Timeline, predict
 from zero.costs.rates import Works
 from zero.costs.source_lines import SourceLines
 from zero.files import storage
-from zero.hosts.speeds import GIB, SPEEDS
+from zero.hosts.speeds import GIB, SPEEDS, Speed
 
 _CALLBACK = re.compile(r'custom_call_target="[^"]*(?:callback|xla_ffi)')
 FRAMES = 20  # of each operation, so that the user's line is among those of libraries
@@ -331,7 +332,7 @@ def plan(
         )
     seconds = time.monotonic() - began
     if exact:
-        check_kernel_cycles(hlo.computations(compiled.text)[0])
+        check_kernel_cycles(hlo.computations(compiled.text)[0], SPEEDS[devices[0].device_kind])
     return _plan_of(compiled, name, topology, devices, available, arguments, notes, seconds)
 
 
@@ -415,7 +416,7 @@ def _plan_of(
         prediction.exposed_seconds,
         prediction.host_exposed_seconds,
         sum(times * event.seconds for event, times in prediction.timeline.runs() if event.is_guess),
-        (*_unknowns(bodies, lines), *notes),
+        (*_unknowns(bodies, lines, SPEEDS[devices[0].device_kind]), *notes),
         compile_seconds,
         programs=((program, 1),),
     )
@@ -479,14 +480,14 @@ def _flops(bodies: hlo.Bodies, entry: str) -> float:
     return total
 
 
-def _unknowns(bodies: hlo.Bodies, lines: SourceLines) -> tuple[str, ...]:
+def _unknowns(bodies: hlo.Bodies, lines: SourceLines, speed: Speed) -> tuple[str, ...]:
     found = []
     loops = dict.fromkeys(lines.of(loop) or loop.name for loop in hlo.loops_that_data_end(bodies))
     found += [f"how often a loop runs that its data end, {line}: one run is counted" for line in loops]
     instructions = [instruction for body in bodies.values() for instruction in body]
     if any(_CALLBACK.search(instruction.rest) for instruction in instructions if instruction.op == "custom-call"):
         found.append("callbacks to Python: their time on the host is not counted")
-    kernels = unknown_kernels(bodies)
+    kernels = unknown_kernels(bodies, speed)
     if any(kernel.cycles is not None for kernel in kernels):
         found.append("which branches of Pallas kernels run: each is counted as taken")
     if any(NOTED_FLOPS.search(kernel.rest) is None for kernel in kernels):
