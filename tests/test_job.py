@@ -222,10 +222,11 @@ def on_torus(tensor: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("topology", "overlaps", "expected"), [("tpu7x-8", True, True), ("tpu7x-8", False, False), ("v6e-8", True, False)]
+    ("topology", "overlaps", "expected"),
+    [("tpu7x-8", True, True), ("tpu7x-8", False, False), ("v6e-8", True, True), ("v5e-8", True, False)],
 )
 def test_order_of_gathers(topology: str, overlaps: bool, expected: bool) -> None:
-    """On a TPU7x large leaves of a layer are gathered after its small ones, if that runs beside computation."""
+    """Where SparseCores gather, large leaves of a layer follow its small ones, if gathers run beside computation."""
     keys = replace(check(compose(), load_sizes()).zero, overlap_gathers=overlaps)
     assert make_axis(keys, find_devices(topology)).small_first == expected
 

@@ -14,6 +14,7 @@ from zero.hosts.xla_options import (
     OVERLAP_ON_SPARSECORES,
     OVERLAP_ON_TPU,
     QUEUE,
+    SCATTER_LATENCY,
     set_before_start,
 )
 
@@ -66,6 +67,8 @@ def test_options_of_this_machine(
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     set_before_start(True, "tpu")
     expected = [f"--{name}=true" for name in OVERLAP_ON_TPU + overlaps]
+    if device == "0x006f":
+        expected += [f"--{SCATTER_LATENCY}=4"]
     expected += [] if vmem_kib is None else [f"--xla_tpu_scoped_vmem_limit_kib={vmem_kib}"]
     assert os.environ["LIBTPU_INIT_ARGS"].split() == [*expected, f"{STACK}={2**21}"]
 

@@ -18,13 +18,14 @@ OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
 # The most chips of a slice whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI"
 # ends a compilation for more (libtpu 0.0.42 and 0.0.52).
 MOST_CHIPS = {"TPU v5 lite": 16}
-# Kinds on which XLA leaves the gather of a layer's small leaves to the TensorCore, where it waits for the gathers of
-# SparseCores that started before it (libtpu 0.0.42). On v6e it joins a larger one.
-SMALL_GATHERS_WAIT = ("TPU7x",)
 OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
+# The scheduler expects reduce-scatters of SparseCores to take a fraction of the time that their bytes are on the links,
+# and starts them so late that the end of a layer waits. Source: benchmarks/measured/hidden-gathers.md
+SCATTER_LATENCY = "xla_tpu_sparse_core_reduce_scatter_latency_multiplier"
+SCATTERS_TAKE = {"TPU v6 lite": 4}
 # The scheduler lets transfers of SparseCores queue, so that more of them run beside products. Only on slices whose
 # scatters are over lines (`scattering_axis`): on smaller ones the TensorCore's small gathers wait for the queue. The
 # number is the fewest chips. Source: benchmarks/measured/hidden-gathers.md
@@ -91,6 +92,8 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
     if queues_transfers(device_kind, chips):
         options[QUEUE] = overlap_gathers
+    if overlap_gathers and device_kind in SCATTERS_TAKE:
+        options[SCATTER_LATENCY] = SCATTERS_TAKE[device_kind]
     options[EXCHANGES] = overlap_gathers and overlaps_exchanges(device_kind, chips)
     if speed is not None and speed.vmem_kib is not None:
         options[VMEM] = speed.vmem_kib

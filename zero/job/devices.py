@@ -17,7 +17,7 @@ from zero.base.keys import Mistakes, at_least, key, one_of
 from zero.costs.topology import slices_of
 from zero.hosts.speeds import SPEEDS, Speed
 from zero.hosts.torus import collective_seconds, places_of
-from zero.hosts.xla_options import SMALL_GATHERS_WAIT, overlaps_exchanges
+from zero.hosts.xla_options import overlaps_exchanges
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS
 from zero.partition.collectives.axis import Axis
@@ -205,7 +205,8 @@ def make_axis(zero: DeviceKeys, devices: Sequence[Any] | None = None) -> Axis:
         axis = Axis.across_slices("zero", len(devices), slices, replicas)
     else:
         axis = Axis("zero", (replicas, len(devices) // replicas))
-    small_first = zero.overlap_gathers and devices[0].device_kind in SMALL_GATHERS_WAIT
+    speed = SPEEDS.get(devices[0].device_kind)
+    small_first = zero.overlap_gathers and speed is not None and speed.offloads
     return dataclasses.replace(
         axis,
         context=zero.context_shards,

@@ -41,8 +41,8 @@ class Axis:
       orders_scatters: whether scatters of large leaves wait for each other, the largest first, and all over the first
         phase before those over the next. Over the lines of a v6e XLA otherwise ends a layer with the largest ones,
         beside nothing.
-      small_first: whether gathers of large leaves wait for the gather of small ones, which is joined. On a TPU7x it
-        otherwise waits for all of them, and computation with it.
+      small_first: whether gathers of large leaves wait for the gather of small ones, which is joined. Where SparseCores
+        gather the large ones it otherwise waits for all of them, and computation with it.
       copies_dtype: the dtype in which gradients are sent between copies of the state: "bfloat16", or "int8" in blocks
         of 256 with a scale; None: their own.
 
