@@ -1,5 +1,6 @@
 """What is bound from a configuration before any device is used."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +202,13 @@ def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None
     logged = f"zero.remat=auto: mlp+attention, on the host: nothing{in_pairs}"
     assert choice(on_host, rows=1) == ("mlp+attention", (), logged)
     assert choice(on_host, "zero.remat=attention") == ("attention", ("layer_input", "attention"), "")
+    caplog.clear()
+    choice(rows=4)
+    (said,) = (line for line in caplog.messages if line.startswith("zero.offload=activations"))
+    saved = re.fullmatch(r".* would store attention, on the host layer_input, and .* save (\d+) % of a step", said)
+    assert saved is not None and 2 <= int(saved[1]) <= 10
+    choice()
+    assert not any(line.startswith("zero.offload=activations") for line in caplog.messages)
 
 
 def test_rates() -> None:

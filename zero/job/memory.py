@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,15 +15,17 @@ from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
 from zero.models.mixers import MIXERS
 from zero.models.part import ATTENTION
-from zero.models.stack import EXPERTS, OFFLOADED, REMAT, STORED, span_size
+from zero.models.stack import EXPERTS, KINDS, OFFLOADED, REMAT, STORED, span_size
 from zero.partition.layout import Layout
 from zero.training.activations import (
     PRODUCTS_SHARE,
     Memory,
     Rates,
     kinds_on_host,
+    storage_seconds,
     with_fitting_storage,
 )
+from zero.training.flops import model_flops
 from zero.training.fused_update import span_of
 from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
@@ -67,7 +70,7 @@ class RematKeys:
         "the activations of only about two layers.",
         "With remat=auto on TPU, at stage 3 without fused_update, each kind of activation stays on the device, moves "
         "to the host or is recomputed, whichever takes the fewest predicted seconds; the choice is logged at the "
-        "start.",
+        "start. If none is set there, the log says when activations would save 2 % of a step.",
         "optimizer: the optimizer state of layers, between their updates. A device then holds the state of only three "
         "spans of layers; requires zero.fused_update. both: activations and optimizer.",
     )
@@ -151,7 +154,26 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
     log.info("zero.remat=auto: %s%s%s", model.remat, where, pairs)
+    if device.platform == "tpu" and not may_use_host:
+        _name_the_host(model, rows, context, memory, rates)
     return model
+
+
+_WORTH = 0.02  # of a micro-batch's seconds
+
+
+def _name_the_host(model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates) -> None:
+    """Logs what `zero.offload=activations` would save, if that is a few percent of a micro-batch."""
+    on_host = with_fitting_storage(dataclasses.replace(model, offload=KINDS), rows, context, memory, rates)
+    before, after = (storage_seconds(one, rows, context, rates) for one in (model, on_host))
+    needed = model_flops(model.config, rows, context) / model.axis.row_group / rates.products
+    if before - after > _WORTH * (needed + before):
+        log.info(
+            "zero.offload=activations: would store %s, on the host %s, and is predicted to save %.0f %% of a step",
+            on_host.remat,
+            ", ".join(kinds_on_host(on_host)) or "nothing",
+            100 * (before - after) / (needed + before),
+        )
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
