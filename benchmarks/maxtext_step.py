@@ -229,7 +229,7 @@ RECIPES = {
     "llama3-70b-v6e-256": Row("llama3.1-70b", "v6e-256", 5, 8192, OFFLOADED_70B_FLAGS, OFFLOAD_70B | BLOCKS | FUSED),
     "gpt3-175b-v6e-256": Row(
         *("gpt3-175b", "v6e-256", 3, 2048, GPT3_FLAGS),
-        LONG_ROWS | {"remat_policy": "full", "use_iota_embed": False},
+        LONG_ROWS | {"remat_policy": "full", "use_iota_embed": False, "override_model_config": True},
     ),
     "gemma3-12b-v6e-256": Row("gemma3-12b", "v6e-256", 1, 32768, ("xla_tpu_scoped_vmem_limit_kib=122880",), GEMMA3),
     "mixtral-8x7b-v6e-256": Row("mixtral-8x7b", "v6e-256", 12, 4096, MOE_FLAGS, MIXTRAL),
