@@ -160,7 +160,9 @@ RECIPES = {
         ("zero.replicas=1", *OFFLOAD),
         LLAMA_405B,
     ),
-    "gpt3-175b-v6e-256": Recipe(f"{V6E}/GPT3-175B-MaxText/bf16", "v6e-256", "gpt2", 3, 2048, 17.182, changes=GPT3_175B),
+    "gpt3-175b-v6e-256": Recipe(
+        f"{V6E}/GPT3-175B-MaxText/bf16", "v6e-256", "gpt2", 3, 2048, 17.182, OFFLOAD, GPT3_175B
+    ),
     "gemma3-12b-v6e-256": Recipe(
         f"{V6E}/Gemma3-12B-MaxText/v6e-256", "v6e-256", "gemma3_1b", 1, 32768, 7.318, OFFLOAD, GEMMA_12B
     ),
