@@ -126,7 +126,9 @@ import jax, jax.numpy as jnp
 from jax.experimental import pallas
 
 def multiply(x, y, product):
-    product[...] = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
+    product[...] = x[...]
+    for _ in range(8):
+        product[...] = jnp.dot(product[...], y[...], preferred_element_type=jnp.float32)
 
 @partial(jax.pmap, axis_name="i")
 def train_step(x):
@@ -146,9 +148,9 @@ def test_kernels_are_counted_by_their_instructions(tmp_path: Path, capsys: pytes
     command = [sys.executable, "-m", "zero.commands.check", str(program), "train_step", "arguments", "--exact"]
     done = subprocess.run([*command, "--topology", "v5e-8"], capture_output=True, text=True, check=False, timeout=600)
     step, exposed = map(float, re.findall(r"^(?:step|exposed) +([\d.e-]+) s", done.stdout, re.MULTILINE))
-    assert step - exposed > 2 * 2 * 512**3 / SPEEDS["TPU v5 lite"].flops, done.stdout
+    assert step - exposed > 2 * 8 * 2 * 512**3 / SPEEDS["TPU v5 lite"].flops, done.stdout
     assert "a guess" not in done.stdout
-    assert "unknown   which branches of Pallas kernels run: each is counted as taken" in done.stdout
+    assert "unknown   which branches of Pallas kernels run" in done.stdout
     with pytest.raises(SystemExit):
         check.main([str(program), "train_step", "arguments", "--exact"])
     assert "--exact and --save need --topology" in capsys.readouterr().err

@@ -29,6 +29,16 @@ def test_shares_of_attention_kernels() -> None:
         assert found == pytest.approx(products * flops / (share * V6E.flops))
 
 
+def test_wide_heads_fill_a_unit() -> None:
+    """Heads of 256 have twice the products of heads of 128, and take 1.2 times as long."""
+    shapes = "s8[1,4,4], s8[1,4,4], bf16[32,8192,128], bf16[8,8192,128], bf16[8,8192,128]"
+    rest = f"%q), operand_layout_constraints={{{shapes}}}, x"
+    narrow = Instruction("splash_mha_fwd_residuals.1", "bf16[32,8192,128]", "custom-call", rest)
+    wide = narrow._replace(result="bf16[32,8192,256]", rest=rest.replace(",128]", ",256]"))
+    for speed, times in ((V6E, 1.2), (V5E, 2)):
+        assert kernel_seconds(wide, speed) == pytest.approx(times * kernel_seconds(narrow, speed), rel=0.02)
+
+
 def test_time_of_attention_kernels() -> None:
     """An attention kernel takes the time of the products of the blocks that it computes."""
     shapes = "s8[1,{0}], s8[1,{0}], bf16[2,32,2048,128], bf16[2,8,2048,128], bf16[2,8,2048,128]"

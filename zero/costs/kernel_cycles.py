@@ -1,7 +1,8 @@
 """Cycles of Pallas kernels, which the TPU compiler estimates, but does not write into a program's text unless asked to.
 
 A kernel's estimate is that of its instructions as often as its grid runs them, with each branch taken, and without
-waits for memory. The compiler reads the option once in a process, when it is loaded.
+waits for memory. A grid whose indices data decide (scalar prefetch) counts as one run. The compiler reads the option
+once in a process, when it is loaded.
 """
 
 from __future__ import annotations

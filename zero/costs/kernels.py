@@ -69,7 +69,8 @@ def product_seconds(instruction: Instruction, speed: Speed) -> float | None:
         kernel = "fused"
     over_width, over_values = _PRODUCTS[kernel]
     columns = over_width * _padded(queries[-1]) + over_values * _padded(values[-1])
-    share: float = getattr(speed.splash, kernel)
+    is_wide = queries[-1] > 128 and speed.wide_splash is not None
+    share: float = getattr(speed.wide_splash if is_wide else speed.splash, kernel)
     return 2 * math.prod(queries[:-2]) * scores * columns / (share * speed.flops)
 
 

@@ -389,10 +389,12 @@ class _Schedule:
 
     def _is_guess(self, instruction: Instruction) -> bool:
         """Whether nothing but the bytes that an instruction touches says how long it takes."""
+        if hlo.is_kernel(instruction):
+            counted = (instruction.cycles or 0) / self.speed.clock
+            is_known = product_seconds(instruction, self.speed) is not None
+            return not is_known and counted < kernel_seconds(instruction, self.speed)
         if instruction.cycles is not None or is_inversion(instruction):
             return False
-        if hlo.is_kernel(instruction):
-            return product_seconds(instruction, self.speed) is None
         return self.rates is None or instruction.op not in _ESTIMATED
 
     def _compute_seconds(self, instruction: Instruction, results: dict[str, str]) -> float:

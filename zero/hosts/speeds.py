@@ -38,6 +38,7 @@ class Speed(NamedTuple):
     fused: float = 0.0  # share of `flops` that zero's attention kernel, or cuDNN's, reaches on blocks that it computes
     wide: float = 0.0  # the same with heads wider than 128, which fill units of 256 columns; 0: as `fused`
     splash: SplashShares | None = None  # the same for jax's splash attention; None: it does not run there
+    wide_splash: SplashShares | None = None  # with heads wider than 128; None: as `splash`
     host: float = 16e9  # bytes per second between a chip and the memory of its host, in each direction
     host_memory: float = math.inf  # bytes of the memory of a host per chip
     between_slices: float = 0.0  # bytes per second that a device sends to other slices; 0: it has none
@@ -95,6 +96,7 @@ _MXU = 2 * 128 * 128  # operations per cycle of a matrix unit
 _CUDNN = 0.4  # share of the peak that cuDNN's attention reaches on an H100 (benchmarks/measured/kernels-on-h100.md)
 # Shares of kernels by their bundles: benchmarks/measured/predicted-time.md. Other generations were counted as a whole.
 _SPLASH_V6E = SplashShares(fwd=0.28, dq=0.36, dkv=0.38, fused=0.45)
+_WIDE_SPLASH_V6E = SplashShares(fwd=0.47, dq=0.57, dkv=0.54, fused=0.60)
 
 # Sources: cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e, system architecture: peak compute, HBM bandwidth, number
 # of matrix units, and all-reduce bandwidth of a pod divided by its chips (v5p: half of the bidirectional bandwidth of a
@@ -197,6 +199,7 @@ SPEEDS = {
         dims=2,
         ring=16,
         splash=_SPLASH_V6E,
+        wide_splash=_WIDE_SPLASH_V6E,
         fused=0.45,
         wide=0.7,
         int8=2,
@@ -217,6 +220,7 @@ SPEEDS = {
         ring=4,
         devices=2,
         splash=_SPLASH_V6E,
+        wide_splash=_WIDE_SPLASH_V6E,
         fused=0.5,
         wide=0.81,
         float8=2,
