@@ -1,5 +1,6 @@
 """Plans of programs that zero did not write."""
 
+import os
 import types
 from collections.abc import Callable
 from functools import partial
@@ -196,6 +197,7 @@ def test_the_time_of_a_kernel_of_others_is_called_a_guess() -> None:
     assert "a guess   " in str(long) and "the operations that they note" in str(long)
     with pytest.raises(UserError, match=r"exact=True: this process has loaded the TPU compiler before"):
         zero.plan(step, x, 1, topology="v5e-1", exact=True)
+    assert "dump" not in os.environ.get("LIBTPU_INIT_ARGS", "")  # processes that start later have their own compilers
 
 
 def test_a_loop_that_its_data_end_is_counted_once() -> None:

@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -126,12 +127,14 @@ def _load(path: Path) -> ModuleType:
 def _create_cpus(topology: str, exact: bool) -> None:
     """Gives jax as many CPUs as a slice, or nodes of GPUs, have devices; `exact` is that of `zero.plan`."""
     zero.plan  # noqa: B018  # says which package is missing, if one is
+    asked: AbstractContextManager[None] = nullcontext()
     if exact:
-        from zero.costs.kernel_cycles import ask_for_kernel_cycles  # Here, because only plans need its packages.
+        from zero.costs.kernel_cycles import asked_for_kernel_cycles  # Here, because only plans need its packages.
 
-        ask_for_kernel_cycles(topology)
-    jax.config.update("jax_platforms", "cpu")
-    devices = gpus(topology) if topology.startswith(PREFIX) else zero.topology(topology)
+        asked = asked_for_kernel_cycles(topology)
+    with asked:
+        jax.config.update("jax_platforms", "cpu")
+        devices = gpus(topology) if topology.startswith(PREFIX) else zero.topology(topology)
     zero.use_cpu_devices(len(devices))
 
 

@@ -11,6 +11,8 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from zero.base.errors import UserError
 from zero.costs import hlo
@@ -24,8 +26,9 @@ _VARIABLE = "LIBTPU_INIT_ARGS"
 _OPTION = "--xla_jf_dump_static_llo_profile_to="  # a directory, where it writes the same estimates
 
 
-def ask_for_kernel_cycles(topology: str) -> None:
-    """Makes the compiler write them into the texts of programs, if this process has not loaded it yet.
+@contextmanager
+def asked_for_kernel_cycles(topology: str) -> Iterator[None]:
+    """A compiler that is loaded inside writes them into the texts of programs; processes started later do not.
 
     Raises:
       UserError: the compiler has no estimates for this topology, or there is none of this name.
@@ -33,11 +36,17 @@ def ask_for_kernel_cycles(topology: str) -> None:
     if slice_shape(slices_in(topology)[1]).partition(":")[0] not in _GENERATIONS:
         generations = ", ".join(_GENERATIONS)
         raise UserError(f"exact=True: the TPU compiler estimates kernels for {generations} alone, not for {topology}")
-    options = os.environ.get(_VARIABLE, "")
-    if _OPTION not in options:
-        directory = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        os.environ[_VARIABLE] = f"{options} {_OPTION}{directory}".strip()
+    before = os.environ.get(_VARIABLE)
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    os.environ[_VARIABLE] = f"{before or ''} {_OPTION}{directory}".strip()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
 
 
 def check_kernel_cycles(bodies: hlo.Bodies, speed: Speed) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from zero.costs.compiler import Compiler, KeptProgram, source_frames
 from zero.costs.crash_message import printed_if_this_process_dies
 from zero.costs.formula import PREFIX, gpus
 from zero.costs.holders import Holder, holders_of
-from zero.costs.kernel_cycles import ask_for_kernel_cycles, check_kernel_cycles, unknown_kernels
+from zero.costs.kernel_cycles import asked_for_kernel_cycles, check_kernel_cycles, unknown_kernels
 from zero.costs.kernels import NOTED_FLOPS
 from zero.costs.live_arrays import read_live_arrays
 from zero.costs.planned_program import PlannedProgram
@@ -297,11 +298,10 @@ def plan(
     """
     named = fn if hasattr(fn, "__name__") else inspect.unwrap(fn)  # a wrapper of Haliax has no name of its own
     name = getattr(named, "__name__", type(fn).__name__)
-    if exact:
-        ask_for_kernel_cycles(topology)
-    if topology.startswith(PREFIX):
-        return _bound(name, topology, fn, args, kwargs)
-    present = topologies.topology(topology)
+    with asked_for_kernel_cycles(topology) if exact else nullcontext():
+        if topology.startswith(PREFIX):
+            return _bound(name, topology, fn, args, kwargs)
+        present = topologies.topology(topology)
     with source_frames(FRAMES):
         lowered, devices, notes = lower_for(present, fn, args, kwargs)
     compiler = Compiler(devices, compiler_options)
