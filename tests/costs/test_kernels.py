@@ -91,3 +91,5 @@ def test_kernels_of_tokamax(name: str, metadata: str, listed: str, blocks: int, 
     assert found == pytest.approx(flops / (share * TPU7X.flops))
     unknown = Instruction(name, result, "custom-call", rest.replace("kernel_metadata", "").replace("block", "size"))
     assert product_seconds(unknown, TPU7X) is None
+    other = Instruction(name, result, "custom-call", "%q), operand_layout_constraints={bf16[8,128]{1,0}}")
+    assert product_seconds(other, TPU7X) is None

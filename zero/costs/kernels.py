@@ -58,7 +58,10 @@ def product_seconds(instruction: Instruction, speed: Speed) -> float | None:
     if splash is None or speed.splash is None:
         return None
     shapes = _operand_shapes(instruction)
-    queries, _, values = (_dims(heads) for heads in _HEADS.findall(shapes)[:3])
+    heads = [_dims(found) for found in _HEADS.findall(shapes)[:3]]
+    if len(heads) < 3:
+        return None
+    queries, _, values = heads
     if _POSITIONS_LAST in instruction.rest:
         queries[-2:] = reversed(queries[-2:])
     scores = _computed_scores(instruction, shapes, queries[-2], splash[1])
