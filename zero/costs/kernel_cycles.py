@@ -1,4 +1,4 @@
-"""Cycles of Pallas kernels, which the TPU compiler estimates, but does not write into a program's text unless asked to.
+"""Cycles of Pallas kernels, which the TPU compiler estimates but writes into a program's text only on request.
 
 A kernel's estimate is that of its instructions as often as its grid runs them, with each branch taken, and without
 waits for memory. A grid whose indices data decide (scalar prefetch) counts as one run. The compiler reads the option

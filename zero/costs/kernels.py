@@ -1,4 +1,4 @@
-"""Seconds of kernels, which have no cycles in a program's text: attention by its products, others by what is known."""
+"""Predicted seconds of kernels, for which the compiler writes no cycles into the text of a program."""
 
 from __future__ import annotations
 
@@ -32,21 +32,26 @@ _BUNDLES_PER_ROW = 27.9
 
 
 def kernel_seconds(instruction: Instruction, speed: Speed) -> float:
-    """Seconds of a Pallas kernel: by its products if they are known, or else the longest of what is known.
+    """Predicted seconds of one run of a Pallas kernel: the largest of its lower bounds.
 
-    That is the time of its arrays, of the operations in its `cost_estimate`, or of its cycles (`kernel_cycles.py`).
+    They are the time to read and write its arrays, and that of its products. If these are not known, the operations in
+    its `cost_estimate` at the device's peak and its cycles (`kernel_cycles.py`) are bounds, too.
     """
     shapes = _operand_shapes(instruction)
-    moved = (sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))) / speed.memory
+    bounds = [(sum(hlo.sizes_of(instruction.result)) + sum(hlo.sizes_of(shapes))) / speed.memory]
     products = product_seconds(instruction, speed)
-    if products is not None:
-        return max(products, moved)
     noted = NOTED_FLOPS.search(instruction.rest)
-    return max(int(noted[1]) / speed.flops if noted else 0.0, (instruction.cycles or 0) / speed.clock, moved)
+    if products is not None:
+        bounds.append(products)
+    elif noted is not None:
+        bounds.append(int(noted[1]) / speed.flops)
+    if products is None and instruction.cycles is not None:
+        bounds.append(instruction.cycles / speed.clock)
+    return max(bounds)
 
 
 def product_seconds(instruction: Instruction, speed: Speed) -> float | None:
-    """Seconds of the products of an attention kernel, at its share of the peak; None of other kernels.
+    """Seconds of the products of an attention kernel, at the share of the peak that it reaches; None for other kernels.
 
     zero's own kernels note their operations in the program; splash attention's follow from its shapes.
     """
@@ -72,8 +77,10 @@ def product_seconds(instruction: Instruction, speed: Speed) -> float | None:
         kernel = "fused"
     over_width, over_values = _PRODUCTS[kernel]
     columns = over_width * _padded(queries[-1]) + over_values * _padded(values[-1])
-    is_wide = queries[-1] > 128 and speed.wide_splash is not None
-    share: float = getattr(speed.wide_splash if is_wide else speed.splash, kernel)
+    shares = speed.splash
+    if queries[-1] > 128 and speed.wide_splash is not None:
+        shares = speed.wide_splash
+    share: float = getattr(shares, kernel)
     return 2 * math.prod(queries[:-2]) * scores * columns / (share * speed.flops)
 
 

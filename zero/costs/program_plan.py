@@ -273,11 +273,11 @@ def plan(
         "gpu:h100x8", there are only a lower bound of the seconds and the memory that XLA takes on CPUs, of which this
         process needs as many.
       compiler_options: of XLA, beside those in LIBTPU_INIT_ARGS.
-      exact: counts Pallas kernels by the compiler's estimate of their instructions too, with each of their branches
-        taken, and not only by the bytes that they touch and the operations that they note. Grids whose indices data
-        decide count as one run. For v5e, v5p and v6e, in a process that
-        has not used the compiler before. zero's own kernels and splash attention are counted by their products in any
-        case. The compiler ends the process if it cannot estimate a program.
+      exact: also counts Pallas kernels by the compiler's estimate of their instructions, with each of their branches
+        taken and grids with scalar prefetch run once, and not only by the bytes that they touch and the operations
+        that they note. For v5e, v5p and v6e, in a process that has not used the compiler before; the compiler ends the
+        process if it cannot estimate a program. zero's own kernels and splash attention count by their products in any
+        case.
       kwargs: arguments of `fn` by name, likewise.
 
     Raises:
@@ -490,7 +490,7 @@ def _unknowns(bodies: hlo.Bodies, lines: SourceLines, speed: Speed) -> tuple[str
         found.append("callbacks to Python: their time on the host is not counted")
     kernels = unknown_kernels(bodies, speed)
     if any(kernel.cycles is not None for kernel in kernels):
-        found.append("which branches of Pallas kernels run, and how often where data decide: each branch, and once")
+        found.append("which branches of Pallas kernels run, and how often loops that data end: all count, and one run")
     if any(NOTED_FLOPS.search(kernel.rest) is None for kernel in kernels):
         found.append("operations of kernels without a cost_estimate: the matrix units' share counts none of them")
     return tuple(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,17 +14,16 @@ from zero.models.collections import collections_of
 from zero.models.config import GPTConfig
 from zero.models.mixers import MIXERS
 from zero.models.part import ATTENTION
-from zero.models.stack import EXPERTS, KINDS, OFFLOADED, REMAT, STORED, span_size
+from zero.models.stack import EXPERTS, OFFLOADED, REMAT, STORED, span_size
 from zero.partition.layout import Layout
 from zero.training.activations import (
     PRODUCTS_SHARE,
     Memory,
     Rates,
     kinds_on_host,
-    storage_seconds,
+    saving_on_host,
     with_fitting_storage,
 )
-from zero.training.flops import model_flops
 from zero.training.fused_update import span_of
 from zero.training.parts import StepOptions
 from zero.training.sharded_gpt import ShardedGPT
@@ -155,25 +153,18 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
     log.info("zero.remat=auto: %s%s%s", model.remat, where, pairs)
     if device.platform == "tpu" and not may_use_host:
-        _name_the_host(model, rows, context, memory, rates)
+        on_host, share = saving_on_host(model, rows, context, memory, rates)
+        if share > _WORTH:
+            log.info(
+                "zero.offload=activations: would store %s, on the host %s, and is predicted to save %.0f %% of a step",
+                on_host.remat,
+                ", ".join(kinds_on_host(on_host)),
+                100 * share,
+            )
     return model
 
 
-_WORTH = 0.02  # of a micro-batch's seconds
-
-
-def _name_the_host(model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates) -> None:
-    """Logs what `zero.offload=activations` would save, if that is a few percent of a micro-batch."""
-    on_host = with_fitting_storage(dataclasses.replace(model, offload=KINDS), rows, context, memory, rates)
-    before, after = (storage_seconds(one, rows, context, rates) for one in (model, on_host))
-    needed = model_flops(model.config, rows, context) / model.axis.row_group / rates.products
-    if before - after > _WORTH * (needed + before):
-        log.info(
-            "zero.offload=activations: would store %s, on the host %s, and is predicted to save %.0f %% of a step",
-            on_host.remat,
-            ", ".join(kinds_on_host(on_host)) or "nothing",
-            100 * (before - after) / (needed + before),
-        )
+_WORTH = 0.02  # of a step
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:

@@ -14,7 +14,7 @@ from zero.models.attention.tpu_kernels import TPU_KERNELS
 from zero.models.config import STACK, GPTConfig
 from zero.models.mixers import MIXERS, numbers_per_layer, weights_per_layer
 from zero.models.part import ATTENTION as ATTENTION_MIXER
-from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS
+from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, KINDS, LAYER_INPUT, MLP_GATE, MLP_IN, PROJECTIONS
 from zero.training.sharded_gpt import ShardedGPT
 
 
@@ -251,12 +251,18 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     recomputed = 0.0
     if model.remat != "none":
         recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
-    forward = sum(by_kind.values())
-    if model.config.experts is None:
-        forward += by_kind[MLP_IN]  # the product that ends an MLP is as large
+    forward = _forward_seconds(model, by_kind)
     moved = host_bytes(model, rows, context) / model.config.layer_count / rates.link
     waits = max(0.0, moved - forward) + max(0.0, moved - _PRODUCTS_AHEAD * by_kind[MLP_IN])
     return model.config.layer_count * (recomputed + waits)
+
+
+def _forward_seconds(model: ShardedGPT, by_kind: Mapping[str, float]) -> float:
+    """Seconds of the forward pass of a layer, from those of each kind of its activations."""
+    forward = sum(by_kind.values())
+    if model.config.experts is None:
+        forward += by_kind[MLP_IN]  # the product that ends an MLP is as large
+    return forward
 
 
 def _candidates(model: ShardedGPT, context: int) -> Iterator[ShardedGPT]:
@@ -362,3 +368,22 @@ def with_fitting_storage(model: ShardedGPT, rows: int, context: int, memory: Mem
     in_pairs = dataclasses.replace(chosen, chunks_at_once=2)
     fits_in_pairs = _choice(in_pairs, rows, context, _fixed_bytes(model, memory.state_bytes), memory, rates).fits
     return in_pairs if model.config.vocab_chunks > 1 and fits_in_pairs else chosen
+
+
+def saving_on_host(
+    model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates
+) -> tuple[ShardedGPT, float]:
+    """What `zero.offload=activations` would store of a model that stores nothing on the host, and what it would save.
+
+    Args:
+      model, rows, context, memory, rates: as for `with_fitting_storage`.
+
+    Returns:
+      The model with activations on the host, and the share of a micro-batch's predicted seconds that it would save.
+    """
+    on_host = with_fitting_storage(dataclasses.replace(model, offload=KINDS), rows, context, memory, rates)
+    before = storage_seconds(model, rows, context, rates)
+    after = storage_seconds(on_host, rows, context, rates)
+    forward = _forward_seconds(model, seconds_by_kind(model, rows, context, rates))
+    without_storage = 3 * model.config.layer_count * forward  # a backward pass takes twice as long
+    return on_host, (before - after) / (without_storage + before)
