@@ -147,17 +147,16 @@ def test_chunks_of_the_vocabulary_in_pairs() -> None:
     """An iteration has two chunks if that fits beside the activations that save the most time, and there are two."""
     config = dataclasses.replace(GATED, vocab_size=10**6, vocab_chunks=4)
     model = ShardedGPT(config, Axis("zero", (1, 8)), 3, jnp.bfloat16)
-    fixed = fixed_bytes(model)
 
     def chosen(of_model: ShardedGPT, more: int) -> ShardedGPT:
         """With so many bytes beside those of single chunks."""
         most = activation_bytes(dataclasses.replace(of_model, remat="mlp+attention"), ROWS, CONTEXT)
-        memory = Memory(0, (fixed + most + more) / 0.9 + 100)
+        memory = Memory(0, (most + more) / 0.9 + 100)
         return with_fitting_storage(of_model, ROWS, CONTEXT, memory, RATES)
 
-    logits = 4 * ROWS * CONTEXT * 10**6 // 4
-    assert [chosen(model, more).chunks_at_once for more in (0, logits // 2, logits)] == [1, 1, 2]
-    assert {chosen(model, more).remat for more in (0, logits)} == {"mlp+attention"}
+    half = 4 * ROWS * CONTEXT * 10**6 // 4 // 2  # of the logits of a chunk, more than layers and gradients take
+    assert [chosen(model, more).chunks_at_once for more in (0, half // 2, half)] == [1, 1, 2]
+    assert {chosen(model, more).remat for more in (0, half)} == {"mlp+attention"}
     whole = dataclasses.replace(model, config=dataclasses.replace(config, vocab_chunks=1))
     assert chosen(whole, 10**12).chunks_at_once == 1
 
@@ -178,9 +177,9 @@ def all_placements(model: ShardedGPT, context: int) -> list[ShardedGPT]:
 
 
 def fixed_bytes(model: ShardedGPT) -> int:
-    """Gradients and three whole layers, beside which nothing is held here."""
+    """Gradients and two whole layers, beside which nothing is held here."""
     gradients = 4 * sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
-    return gradients + 3 * 2 * sum(math.prod(leaf.gathered_shape) for leaf in model.layout.at(STACK).leaves)
+    return gradients + 2 * 2 * sum(math.prod(leaf.gathered_shape) for leaf in model.layout.at(STACK).leaves)
 
 
 STORED_MOST = stored_bytes(dataclasses.replace(OF_KERNEL, remat="mlp+attention"), ROWS, LONG)
@@ -195,7 +194,7 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
     rates = RATES._replace(mixers={**RATES.mixers, "attention": 1e12 * 10**attention}, link=1e9 * 10**link)
     least = min(activation_bytes(one, ROWS, LONG) for one in all_placements(OF_KERNEL, LONG))
     fixed = fixed_bytes(OF_KERNEL)
-    capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.95 + 100, host * STORED_MOST
+    capacity, host_capacity = (fixed + least + device * STORED_MOST) / 0.935 + 100, host * STORED_MOST
 
     def chosen_with(rates: Rates) -> ShardedGPT:
         return with_fitting_storage(OF_KERNEL, ROWS, LONG, Memory(0, capacity, host_capacity), rates)
@@ -205,7 +204,7 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
         return seconds, host_bytes(one, ROWS, LONG), -ladder(one, LONG).index(one.remat)
 
     def fits(one: ShardedGPT) -> bool:
-        is_held = fixed + activation_bytes(one, ROWS, LONG) <= 0.95 * capacity  # one layer per iteration, by a kernel
+        is_held = fixed + activation_bytes(one, ROWS, LONG) <= 0.935 * capacity  # one layer per iteration, by a kernel
         return is_held and host_bytes(one, ROWS, LONG) <= host_capacity
 
     fitting = [one for one in all_placements(OF_KERNEL, LONG) if fits(one)]
@@ -224,8 +223,8 @@ def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
     model = dataclasses.replace(OF_KERNEL, offload=())
     rungs = ladder(model, LONG)
     needs = [fixed_bytes(model) + activation_bytes(dataclasses.replace(model, remat=r), ROWS, LONG) for r in rungs]
-    capacity = (needs[0] + device * STORED_MOST) / 0.95
-    fitting = [remat for remat, need in zip(rungs, needs, strict=True) if need <= 0.95 * capacity]
+    capacity = (needs[0] + device * STORED_MOST) / 0.935
+    fitting = [remat for remat, need in zip(rungs, needs, strict=True) if need <= 0.935 * capacity]
     chosen = with_fitting_storage(model, ROWS, LONG, Memory(0, capacity), RATES)
     assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
 
@@ -329,9 +328,9 @@ def estimated_and_assigned(remat: str, offload: str) -> tuple[int, int]:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("remat", "offload"), [("full", "activations"), ("attention", "none")])
-def test_no_estimate_is_below_what_the_compiler_assigns(remat: str, offload: str) -> None:
+def test_estimates_are_near_what_the_compiler_assigns(remat: str, offload: str) -> None:
     """Long rows of a wide gated MLP, whose activations take more than its weights."""
     pytest.importorskip("libtpu")
     with ProcessPerCall(1, [], prepare_environment, ("v6e-8",)) as pool:  # ends before the compiler has machine code
         estimate, assigned = pool.submit(estimated_and_assigned, remat, offload).result()
-    assert assigned <= estimate <= 1.25 * assigned
+    assert 0.97 * assigned <= estimate <= 1.1 * assigned
