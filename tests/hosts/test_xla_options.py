@@ -51,7 +51,7 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
         ("0x0062", OVERLAP_IN_TORUS, 32768),
         ("0x0063", (), 32768),
         ("0x006f", OVERLAP_ON_SPARSECORES, 65536),
-        ("0x0076", OVERLAP_ON_SPARSECORES, 65536),
+        ("0x0076", OVERLAP_ON_SPARSECORES + OVERLAP_IN_TORUS, 65536),
         (None, (), None),
     ],
     ids=["v4", "v5p", "v5e", "v6e", "TPU7x", "no TPU"],

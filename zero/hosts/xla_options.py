@@ -31,8 +31,9 @@ SCATTERS_TAKE = {"TPU v6 lite": 4}
 # number is the fewest chips. Source: benchmarks/measured/hidden-gathers.md
 QUEUE = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
 QUEUES_FROM = {"TPU v6 lite": 256}
-# Without it XLA turns more gathers over large slices into all-reduces, beside which nothing runs. Gathers fused into
-# products would hide the rest, but libtpu from 0.0.44 on refuses them on v4 and v5p: they may give wrong results.
+# Without it XLA turns more gathers over large slices into all-reduces, which send twice the bytes and beside which,
+# without SparseCores, nothing runs. Gathers fused into products would hide the rest, but libtpu from 0.0.44 on refuses
+# them on v4 and v5p: they may give wrong results.
 OVERLAP_IN_TORUS = ("xla_tpu_prefer_async_allgather_to_allreduce",)
 VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
 # Bytes of the stacks of libtpu's threads. The compiler overflows its default (64 KiB, by the addresses of its trace)
@@ -87,7 +88,7 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     names: tuple[str, ...] = OVERLAP_ON_TPU
     if speed is not None and speed.offloads:
         names += OVERLAP_ON_SPARSECORES
-    elif speed is not None and speed.dims == 3:
+    if speed is not None and speed.dims == 3:
         names += OVERLAP_IN_TORUS
     options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
     if queues_transfers(device_kind, chips):
