@@ -195,9 +195,10 @@ def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None
 
     on_host = "zero.offload=activations"
     in_pairs = ", two chunks of the vocabulary at once"
-    assert choice() == ("mlp_in+attention", (), "zero.remat=auto: mlp_in+attention")
-    assert choice(on_host) == ("mlp_in+attention", (), "zero.remat=auto: mlp_in+attention, on the host: nothing")
-    logged = "zero.remat=auto: attention, on the host: layer_input"
+    assert choice() == ("mlp_in+attention", (), f"zero.remat=auto: mlp_in+attention{in_pairs}")
+    logged = f"zero.remat=auto: mlp_in+attention, on the host: nothing{in_pairs}"
+    assert choice(on_host) == ("mlp_in+attention", (), logged)
+    logged = f"zero.remat=auto: attention, on the host: layer_input{in_pairs}"
     assert choice(on_host, rows=4) == ("attention", ("layer_input",), logged)
     logged = f"zero.remat=auto: mlp+attention, on the host: nothing{in_pairs}"
     assert choice(on_host, rows=1) == ("mlp+attention", (), logged)
