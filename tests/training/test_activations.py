@@ -147,11 +147,12 @@ def test_chunks_of_the_vocabulary_in_pairs() -> None:
     """An iteration has two chunks if that fits beside the activations that save the most time, and there are two."""
     config = dataclasses.replace(GATED, vocab_size=10**6, vocab_chunks=4)
     model = ShardedGPT(config, Axis("zero", (1, 8)), 3, jnp.bfloat16)
+    gradients = gradient_bytes(model)
 
     def chosen(of_model: ShardedGPT, more: int) -> ShardedGPT:
         """With so many bytes beside those of single chunks."""
         most = activation_bytes(dataclasses.replace(of_model, remat="mlp+attention"), ROWS, CONTEXT)
-        memory = Memory(0, (most + more) / 0.9 + 100)
+        memory = Memory(0, (gradients + most + more) / 0.9 + 100)
         return with_fitting_storage(of_model, ROWS, CONTEXT, memory, RATES)
 
     half = 4 * ROWS * CONTEXT * 10**6 // 4 // 2  # of the logits of a chunk, more than layers and gradients take
@@ -176,10 +177,14 @@ def all_placements(model: ShardedGPT, context: int) -> list[ShardedGPT]:
     return found
 
 
+def gradient_bytes(model: ShardedGPT) -> int:
+    """Bytes of a device of the gradients, in float32."""
+    return 4 * sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
+
+
 def fixed_bytes(model: ShardedGPT) -> int:
     """Gradients and two whole layers, beside which nothing is held here."""
-    gradients = 4 * sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
-    return gradients + 2 * 2 * sum(math.prod(leaf.gathered_shape) for leaf in model.layout.at(STACK).leaves)
+    return gradient_bytes(model) + 2 * 2 * sum(math.prod(leaf.gathered_shape) for leaf in model.layout.at(STACK).leaves)
 
 
 STORED_MOST = stored_bytes(dataclasses.replace(OF_KERNEL, remat="mlp+attention"), ROWS, LONG)

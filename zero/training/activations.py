@@ -52,7 +52,7 @@ def _logits_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def _stored_on_device(model: ShardedGPT, rows: int, context: int) -> int:
-    """Bytes per device of what the layers store there, and of what is moving to the host or back."""
+    """Bytes per device of stored activations in its own memory, with two entries in transit to or from the host."""
     on_host = host_bytes(model, rows, context)
     return stored_bytes(model, rows, context) - on_host + 2 * on_host // _entries(model.config)
 
@@ -326,22 +326,26 @@ def storage_choices(model: ShardedGPT, rows: int, context: int, memory: Memory, 
     return [_choice(candidate, rows, context, memory, rates) for candidate in _candidates(model, context)]
 
 
-def _backward_bytes(model: ShardedGPT) -> int:
-    """Bytes of a device that only the backward pass of the layers needs: gradients, and gathered layers.
+def _gathered_layers(model: ShardedGPT) -> int:
+    """The layers whose weights, or gradients of that size, a device holds at the peak of the backward pass.
 
-    At the peak XLA for TPU holds the layer that computes and about as much of gradients and of the next layer; of a
-    layer of experts, whose activations are larger, little more than itself (benchmarks/measured/beside-maxtext.md).
+    Three were counted before it was measured; with the kernels for TPU it is two, and one if the layer has experts,
+    whose activations are larger (benchmarks/measured/beside-maxtext.md).
     """
-    trained = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
-    gradients = trained * jnp.dtype(model.gradient_dtype).itemsize
-    layers = 2 if model.config.experts is None else 1
-    return gradients + layers * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
+    if model.kernel not in TPU_KERNELS:
+        return 3
+    if model.config.experts is None:
+        return 2
+    return 1
 
 
 def _choice(model: ShardedGPT, rows: int, context: int, memory: Memory, rates: Rates) -> Choice:
-    in_layers = _backward_bytes(model) + _entry_bytes(model, rows, context)
-    most = max(in_layers, _logits_bytes(model, rows, context))
-    needed = memory.state_bytes + _stored_on_device(model, rows, context) + most
+    # Held beside the logits too: with several micro-batches it is the sum of those before.
+    gradients = sum(math.prod(leaf.shard_shape) for leaf in model.layout.leaves)
+    gradients *= jnp.dtype(model.gradient_dtype).itemsize
+    weights = _gathered_layers(model) * _layer_parameters(model) * jnp.dtype(model.compute_dtype).itemsize
+    transient = max(weights + _entry_bytes(model, rows, context), _logits_bytes(model, rows, context))
+    needed = memory.state_bytes + gradients + _stored_on_device(model, rows, context) + transient
     on_host = host_bytes(model, rows, context)
     fits = needed <= (1 - spare(model)) * memory.capacity and on_host <= memory.host
     return Choice(model, needed, on_host, storage_seconds(model, rows, context, rates), fits)
