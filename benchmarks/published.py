@@ -2,11 +2,13 @@
 
     python -m benchmarks.published [--rows llama3-8b-v6e-16 ...]
     python -m benchmarks.published --choices   # compiles nothing: what zero.remat=auto chooses from, in a minute
+    python -m benchmarks.published --schedule --rows NAME --keys zero.remat=full --xla xla_jf_vliw_scheduler=false
 
 Compiles zero's step for the slice, the sequences and the context of a recipe of AI-Hypercomputer/tpu-recipes, without
 a TPU, and writes docs/sources/published.json and the table of benchmarks/measured/beside-maxtext.md. A row takes 3 to
 10 minutes on two idle cores and is written once it is there; one whose program, compiler and code of predictions are
-those of its digests is not compiled again. Where the time of a step goes is printed beside its row.
+those of its digests is not compiled again. Where the time of a step goes is printed beside its row. `--schedule` tries
+keys and options of XLA on a step: it compiles as far as the schedule, in 15 to 350 CPU seconds, and writes nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +31,13 @@ from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
 from zero.commands.cli import composed
 from zero.commands.modes import typed
-from zero.costs.compiler import compiler_options
+from zero.costs.compiler import Compiler, compiler_options
+from zero.costs.hlo import computations
+from zero.costs.live_arrays import LiveArrays, read_live_arrays
+from zero.costs.predict import Prediction, predict
 from zero.costs.topology import available_bytes, find_devices, out_of_memory, prepare_environment
 from zero.hosts.speeds import SPEEDS, usable_bytes
-from zero.job.job import make_job, place_model
+from zero.job.job import Job, PlacedModel, make_job, place_model
 from zero.job.memory import rates_of
 from zero.job.sizes import load_sizes
 from zero.job.step_costs import compile_programs, costs_of
@@ -48,6 +56,7 @@ from zero.training.activations import (
     storage_choices,
 )
 from zero.training.flops import model_flops
+from zero.training.sharded_gpt import ShardedGPT
 
 TABLE = REPOSITORY / "docs" / "sources" / "published.json"
 MAXTEXT = REPOSITORY / "docs" / "sources" / "maxtext.json"  # of benchmarks/clock.py
@@ -246,15 +255,31 @@ def request_of(recipe: Recipe) -> Request:
     return Request(config, size_of(recipe), recipe.sequences // devices_per_chip)
 
 
-def row_of(name: str) -> Row | None:
-    """Compiles the step of a recipe; None if its row is there already."""
-    recipe = RECIPES[name]
+class Step(NamedTuple):
+    """The step of a recipe before it is compiled."""
+
+    request: Request
+    devices: list[Any]
+    placed: PlacedModel
+    job: Job
+    arguments: Any
+
+
+def step_of(recipe: Recipe) -> Step:
+    """The step of a recipe, on its slice."""
     prepare_environment(recipe.topology)
     request = request_of(recipe)
     devices = find_devices(recipe.topology)
+    placed = place_model(request.config, request.size, devices, request.rows)
+    job = make_job(request.config, placed)
+    return Step(request, devices, placed, job, step_arguments(job, request.rows, recipe.context))
+
+
+def row_of(name: str) -> Row | None:
+    """Compiles the step of a recipe; None if its row is there already."""
+    recipe = RECIPES[name]
+    request, devices, _, job, arguments = step_of(recipe)
     speed = SPEEDS[devices[0].device_kind]
-    job = make_job(request.config, place_model(request.config, request.size, devices, request.rows))
-    arguments = step_arguments(job, request.rows, recipe.context)
     lowered = job.programs.step.lower(*arguments)
     options = compiler_options(devices, request.config.zero.overlap_gathers)
     programs = digest([lowered.as_text(), json.dumps(options, sort_keys=True)])
@@ -285,6 +310,55 @@ def row_of(name: str) -> Row | None:
     )
 
 
+def print_schedule(name: str, keys: Sequence[str], xla: Mapping[str, bool | int]) -> None:
+    """Compiles the step of a recipe as far as the schedule, and prints its figures, its longest waits and its peak.
+
+    Args:
+      name: of the recipe.
+      keys: in addition to those of the recipe.
+      xla: options of XLA, in addition to those of a run.
+    """
+    recipe = RECIPES[name]
+    request, devices, _, job, arguments = step_of(dataclasses.replace(recipe, keys=(*recipe.keys, *keys)))
+    options = {**(compiler_options(devices, request.config.zero.overlap_gathers) or {}), **xla}
+    scheduled = Compiler(devices, options).compile(job.programs.step, *arguments, whole=False)
+    predicted = predict(scheduled.as_text(), devices, is_whole=scheduled.is_whole)
+    assert predicted is not None, f"zero has no rates for {devices[0].device_kind}"
+    print(
+        f"{name}: {shown_storage(job.model)}, {predicted.seconds:.3f} s, exposed {predicted.exposed_seconds:.3f} s,"
+        f" {scheduled.memory_analysis().peak_memory_in_bytes / 2**30:.2f} GiB"
+    )
+    for seconds, waiting in longest_waits(predicted):
+        print(f"  waits {seconds:8.3f} s for {waiting}")
+    bodies, _ = computations(scheduled.as_text())
+    for size, count, array in largest_at_peak(read_live_arrays(scheduled.buffers, scheduled.live_ranges, bodies)):
+        print(f"  at the peak {size / 2**30:7.3f} GiB: {count} x {array}")
+    sys.stdout.flush()
+
+
+def longest_waits(predicted: Prediction, share: float = 0.002) -> list[tuple[float, str]]:
+    """Seconds of a step in which a device waits for each transfer, and what it is; those of at least this share."""
+    assert predicted.timeline is not None
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for event, times in predicted.timeline.runs():
+        if event.waits_for is not None:
+            name = f"{event.waits_for.name} of {event.part.name}, {event.part.phase}: {event.waits_for.op_name}"
+            seconds[name] += times * event.seconds
+    longest = sorted(((spent, name) for name, spent in seconds.items()), reverse=True)
+    return [(spent, name) for spent, name in longest if spent >= share * predicted.seconds]
+
+
+def largest_at_peak(live: LiveArrays, least: int = 2**28) -> list[tuple[int, int, str]]:
+    """Bytes at the peak of all arrays of one shape, their number, and the shape; those of at least as many bytes."""
+    counts: Counter[tuple[int, str]] = Counter()
+    for array in live.at_peak():
+        result = array.instruction.result
+        shape = f"{array.bytes / 2**30:.3f} GiB of a tuple" if result.startswith("(") else result.partition("{")[0]
+        counts[array.bytes, shape] += 1
+    largest = sorted(((size * count, count, shape) for (size, shape), count in counts.items()), reverse=True)
+    return [row for row in largest if row[0] >= least]
+
+
 def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     """What `zero.remat=auto` takes for a recipe, all that it compares, and what a part of the layers could save.
 
@@ -292,10 +366,7 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     for as many layers as the memory that is left on the device holds.
     """
     recipe = RECIPES[name]
-    prepare_environment(recipe.topology)
-    request = request_of(recipe)
-    placed = place_model(request.config, request.size, find_devices(recipe.topology), request.rows)
-    job = make_job(request.config, placed)
+    request, _, placed, job, _ = step_of(recipe)
     assert placed.speed is not None
     memory = Memory(job.state_bytes, usable_bytes(placed.device), placed.speed.host_share)
     rates = rates_of(job.model, placed.speed)
@@ -336,11 +407,11 @@ def print_choices(names: Sequence[str]) -> None:
         cells = [
             "-".join(name.split("-")[:2]),
             recipe.topology,
-            shown(taken),
+            shown_storage(taken.model),
             f"{taken.bytes / 2**30:.1f} of {speed.capacity / 2**30:.1f}",
             "" if row is None else f"{row.peak_bytes / 2**30:.1f}",
             f"{taken.seconds:.3f}",
-            shown(best) if best.seconds < taken.seconds else "",
+            shown_storage(best.model) if best.seconds < taken.seconds else "",
             share(taken.seconds - best.seconds, row),
             share(saved, row),
         ]
@@ -354,10 +425,10 @@ def share(seconds: float, row: Row | None) -> str:
     return f"{100 * seconds / row.seconds:.1f} %"
 
 
-def shown(choice: Choice) -> str:
-    """The policy, and the kinds of activations that it stores on the host."""
-    on_host = kinds_on_host(choice.model)
-    return f"`{choice.model.remat}`" + (f", on the host {', '.join(on_host)}" if on_host else "")
+def shown_storage(model: ShardedGPT) -> str:
+    """The policy of a model, and the kinds of activations that it stores on the host."""
+    on_host = kinds_on_host(model)
+    return f"`{model.remat}`" + (f", on the host {', '.join(on_host)}" if on_host else "")
 
 
 def load_rows() -> dict[str, Row]:
@@ -421,11 +492,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=list(RECIPES), default=list(RECIPES), metavar="NAME")
     parser.add_argument("--choices", action="store_true", help="print what zero.remat=auto chooses from")
+    parser.add_argument("--schedule", action="store_true", help="compile as far as the schedule, and print its figures")
+    parser.add_argument("--keys", nargs="*", default=[], metavar="KEY=VALUE", help="with --schedule: further keys")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="with --schedule: options of XLA")
     options = parser.parse_args()
+    if not options.schedule and (options.keys or options.xla):
+        parser.error("--keys and --xla are tried with --schedule; a row is that of its recipe")
     if options.choices:
         print_choices(options.rows)
         return
     jax.config.update("jax_traceback_in_locations_limit", 0)  # else kernels hold the lines of their sources
+    if options.schedule:
+        xla = {name: json.loads(value) for name, _, value in (option.partition("=") for option in options.xla)}
+        for name in options.rows:
+            print_schedule(name, options.keys, xla)
+        os._exit(0)  # the compiler would go on to the machine code
     for name in options.rows:
         row = row_of(name)
         if row is not None:

@@ -14,6 +14,9 @@ from benchmarks import published
 from benchmarks.published import PAGE, RECIPES, START, Row
 from benchmarks.recipe_sources import with_part
 from benchmarks.recipes import Digests
+from zero.costs.hlo import Instruction
+from zero.costs.live_arrays import LiveArray, LiveArrays, Place
+from zero.costs.predict import CORE, Event, Prediction, TimedPart, Timeline
 from zero.costs.topology import find_devices, slice_shape, slices_in
 from zero.job.job import make_job, place_model
 from zero.models.config import GPTConfig
@@ -110,3 +113,37 @@ def test_rows() -> None:
     assert beside_maxtext.endswith("| 0.94 | 3.732 | 1.10 | 0.86 | 0.91 |\n")
     misfit = published.table_row("llama3-8b-v6e-16", replace(row, seconds=None))
     assert misfit.endswith("| 3.00 | does not fit in 16.00 GiB |  |  |  |  |  |  |  |\n")
+
+
+def test_longest_waits() -> None:
+    """Waits for one transfer are summed over the iterations of a loop; short ones are left out."""
+    part = TimedPart("gathers", "forward")
+    start = Instruction("all-gather-start.1", "", "all-gather-start", ', metadata={op_name="step/all_gather"}')
+    done = Instruction("all-gather-done.1", "", "all-gather-done", "")
+    body = [Event(CORE, 0.0, 0.5, done, part, waits_for=start), Event(CORE, 0.5, 1.0, done, part)]
+    short = Event(CORE, 15.0, 0.001, done, part, waits_for=start._replace(name="all-gather-start.2"))
+    events = {"main": [Event(CORE, 0.0, 15.0, done, part, calls="body", times=10), short], "body": body}
+    predicted = Prediction(15.001, {}, 5.001, 0.0, timeline=Timeline("main", events))
+    assert published.longest_waits(predicted) == [(5.0, "all-gather-start.1 of gathers, forward: step/all_gather")]
+
+
+def test_largest_at_peak() -> None:
+    """Arrays of one shape are counted together; what is not alive at the peak, or small, is left out."""
+    large = Instruction("a", "bf16[8,4]{1,0:T(8,128)}", "fusion", "")
+    arrays = [LiveArray(large, Place(0, 0, 2**28), 0, 4), LiveArray(large, Place(0, 2**28, 2**28), 2, 3)]
+    arrays.append(LiveArray(Instruction("b", "(s32[], bf16[4])", "while", ""), Place(0, 2**29, 2**30), 3, 5))
+    arrays.append(LiveArray(large, Place(0, 2**31, 2**27), 3, 3))
+    arrays.append(LiveArray(large, Place(0, 2**31, 2**28), 5, 5))
+    rows = published.largest_at_peak(LiveArrays(arrays, ["a", "b", "c", "d", "e", "f"]))
+    assert rows == [(2**30, 1, "1.000 GiB of a tuple"), (2**29, 2, "bf16[8,4]")]
+
+
+@pytest.mark.parametrize("options", [["--keys", "zero.remat=full"], ["--xla", "xla_jf_vliw_scheduler=false"]])
+def test_a_row_is_that_of_its_recipe(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys and options of XLA without --schedule end the command before it compiles anything."""
+    monkeypatch.setattr("sys.argv", ["published", "--rows", "llama3-8b-v6e-8", *options])
+    with pytest.raises(SystemExit):
+        published.main()
+    assert "with --schedule" in capsys.readouterr().err
