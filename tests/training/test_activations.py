@@ -23,7 +23,7 @@ from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.mtp import MtpInputs
-from zero.models.stack import ATTENTION_OUTPUT, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
+from zero.models.stack import ATTENTION_OUTPUT, ATTENTION_SUMS, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
 from zero.partition.collectives.axis import Axis
 from zero.planning.compile import step_arguments
 from zero.planning.process_per_call import ProcessPerCall
@@ -114,9 +114,8 @@ def test_stored_values(config: GPTConfig, policies: list[str]) -> None:
 def doubled(model: ShardedGPT, kinds: Sequence[str]) -> float:
     """Numbers of 4 bytes, which count as two on TPU: log-sum-exps, the delta rule, and the places of tokens."""
     config = model.config
-    of_attention = (
-        2 * config.num_head if config.mixers == ("attention",) else numbers_per_position(model, [ATTENTION_OUTPUT])
-    )
+    is_attention = config.mixers == ("attention",)
+    of_attention = numbers_per_position(model, [ATTENTION_SUMS if is_attention else ATTENTION_OUTPUT])
     of_experts = 2 * config.experts_per_token * config.expert_layers / config.layer_count if config.experts else 0
     return of_attention * (ATTENTION_OUTPUT in kinds) + of_experts * (EXPERTS in kinds)
 
@@ -171,7 +170,7 @@ def all_placements(model: ShardedGPT, context: int) -> list[ShardedGPT]:
     """The model with each policy of its ladder, and each set of its kinds on the host."""
     found = []
     for remat in ladder(model, context):
-        kinds = kinds_of(remat)
+        kinds = [kind for kind in kinds_of(remat) if kind in KINDS]
         for moved in chain.from_iterable(combinations(kinds, count) for count in range(len(kinds) + 1)):
             found.append(dataclasses.replace(model, remat=remat, offload=moved))
     return found
@@ -243,7 +242,7 @@ NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 
 @pytest.mark.parametrize(
     ("size", "changes", "batch", "remat", "rates", "compiled", "within"),
     [
-        ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.340, 0.01),
+        ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.340, 0.03),
         ("llama3_8b", {"N": 8}, (2, 8192), "full", V5E, 0.0, 0.0),
         ("mistral_7b", NARROW_MISTRAL, (6, 8192), "full", V6E, 0.018, 0.2),
         ("llama3_8b", NARROW_LLAMA, (2, 2048), "full", V5E, 0.0007, 1.0),

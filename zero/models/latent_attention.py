@@ -35,7 +35,7 @@ from zero.models.norms import make_norm
 from zero.models.parametrization import kernel_init
 from zero.models.positions.kind import Place
 from zero.models.self_attention import ScoredAttention
-from zero.models.stack import ATTENTION_OUTPUT, PROJECTIONS
+from zero.models.stack import ATTENTION_OUTPUT, ATTENTION_SUMS, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel, RoundedWeight
 
 _QUERY_LATENT, _LATENT = "query_latent", "latent"  # axes of the latent vectors, which are whole on each device
@@ -71,7 +71,7 @@ def stored_floats_of_latents(config: Latent) -> dict[str, int]:
     assert config.latent_dim is not None
     heads = config.num_head * config.head_width
     projections = heads + config.latent_dim + config.rotated + config.embedding_dim
-    return {ATTENTION_OUTPUT: heads + 2 * config.num_head, PROJECTIONS: projections}
+    return {ATTENTION_OUTPUT: heads, ATTENTION_SUMS: 2 * config.num_head, PROJECTIONS: projections}
 
 
 def projection_weights_of_latents(config: Latent) -> int:

@@ -80,8 +80,8 @@ class MixerKind(NamedTuple):
 
     Attributes:
       module: its class, or a function that takes the same arguments; the class of its layers if it makes whole ones.
-      stored_floats: floats per token that the backward pass stores, by kind of activation (ATTENTION_OUTPUT and
-        PROJECTIONS of `zero.models.stack.KINDS`), on one device; from the configuration.
+      stored_floats: floats per token that the backward pass stores, by kind of activation (ATTENTION_OUTPUT,
+        ATTENTION_SUMS and PROJECTIONS of `zero.models.stack`), on one device; from the configuration.
       transient_floats: floats per token that a layer computes beyond 34 bytes per channel
         (`zero.training.activations.activation_bytes`); from the configuration.
       projection_weights: the number of weights of the products whose results are of kind PROJECTIONS; from the
@@ -205,7 +205,8 @@ ALONE = {name: kind.alone for name, kind in MIXERS.items() if kind.alone is not 
 def numbers_per_layer(config: Transformer) -> dict[str, int]:
     """The `numbers` of the mixers of a model, averaged over its layers."""
     counts = [MIXERS[name].stored_floats(config) for name in config.mixers]
-    return {kind: sum(count[kind] for count in counts) // len(counts) for kind in counts[0]}
+    kinds = dict.fromkeys(kind for count in counts for kind in count)
+    return {kind: sum(count.get(kind, 0) for count in counts) // len(counts) for kind in kinds}
 
 
 def weights_per_layer(config: Transformer) -> float:

@@ -29,7 +29,7 @@ from zero.models.mixer import LayerContext, Mixer
 from zero.models.norms import make_head_norm
 from zero.models.part import Sizes
 from zero.models.positions.kind import Place
-from zero.models.stack import ATTENTION_OUTPUT, PROJECTIONS
+from zero.models.stack import ATTENTION_OUTPUT, ATTENTION_SUMS, PROJECTIONS
 from zero.partition.model_parallel import ModelParallel
 
 
@@ -55,10 +55,10 @@ def empty_cache(
 
 
 def stored_floats_of_heads(config: Attention) -> dict[str, int]:
-    """Numbers per position: values with two statistics of each head in float32; projections with the output."""
+    """Numbers per position: values, a sum of each head in float32, and projections with the output."""
     heads = config.num_head * config.head_width
     projections = heads + 2 * config.key_heads * config.head_width + config.embedding_dim
-    return {ATTENTION_OUTPUT: heads + 2 * config.num_head, PROJECTIONS: projections}
+    return {ATTENTION_OUTPUT: heads, ATTENTION_SUMS: 2 * config.num_head, PROJECTIONS: projections}
 
 
 def transient_floats_of_heads(config: Attention) -> int:

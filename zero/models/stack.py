@@ -22,10 +22,14 @@ Layer = Callable[[Any, Any, jax.Array], Any]
 # Kinds of activations, and names of their values, as `jax.ad_checkpoint.checkpoint_name` sets them.
 LAYER_INPUT = "layer_input"  # or the input of a span of layers; named only if it goes to the host's memory
 ATTENTION_OUTPUT = "attention"  # its output; of the delta rule also the states between chunks
+# The sums of each query's scores, which are stored with the output and small. They stay on the device: a copy to the
+# host would wait behind those of large values (docs/decisions/offload.md).
+ATTENTION_SUMS = "attention_sums"
 PROJECTIONS = "projections"  # queries, keys, values and the output projection
 MLP_IN, MLP_GATE = "mlp_in", "mlp_gate"  # the products that begin an MLP, or each expert
 EXPERTS = "experts"  # the places of tokens, what experts read, and what they return
 DOTS = "dots"  # all products with parameters; no name, but a policy of its own
+# Those that may lie in the host's memory.
 KINDS = (LAYER_INPUT, ATTENTION_OUTPUT, PROJECTIONS, MLP_IN, MLP_GATE, EXPERTS, DOTS)
 
 
@@ -99,7 +103,10 @@ class Nested:
 
 Policy = Unrolled | Scanned | Nested
 
-_OF_ATTENTION = {"attention": (ATTENTION_OUTPUT,), "projections": (ATTENTION_OUTPUT, PROJECTIONS)}
+_OF_ATTENTION = {
+    "attention": (ATTENTION_OUTPUT, ATTENTION_SUMS),
+    "projections": (ATTENTION_OUTPUT, ATTENTION_SUMS, PROJECTIONS),
+}
 _OF_MLP = {"mlp_in": (MLP_IN,), "mlp": (MLP_IN, MLP_GATE), "experts": (MLP_IN, MLP_GATE, EXPERTS)}
 
 
@@ -107,7 +114,7 @@ def _stored() -> dict[str, tuple[str, ...]]:
     """What the policy of each name stores besides the inputs of layers.
 
     >>> _stored()["mlp_in+attention"]
-    ('mlp_in', 'attention')
+    ('mlp_in', 'attention', 'attention_sums')
     """
     stored = _OF_ATTENTION | _OF_MLP
     for mlp in _OF_MLP:
@@ -160,7 +167,7 @@ REMAT: Mapping[str, Callable[[int], Policy]] = MappingProxyType(
         "nested": lambda layers: Nested(span_size(layers)),
         "full": lambda layers: Scanned(),
         **{name: _storing(*names) for name, names in STORED.items()},
-        "dots": lambda layers: Scanned((ATTENTION_OUTPUT,), products=True),
+        "dots": lambda layers: Scanned(_OF_ATTENTION["attention"], products=True),
         "none": lambda layers: Unrolled(),
     }
 )

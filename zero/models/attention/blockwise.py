@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zero.models.attention.block_pairs import Blocks, Carry, around_the_ring, block_scores, dropped_block
 from zero.models.attention.dense import by_key_head
 from zero.models.attention.scores import NO_TERMS, PLAIN, Form, Terms, relative_bias
-from zero.models.stack import ATTENTION_OUTPUT
+from zero.models.stack import ATTENTION_OUTPUT, ATTENTION_SUMS
 
 # Positions of a block. Smaller blocks skip more above the diagonal, larger ones multiply faster; measured in
 # docs/decisions/attention.md.
@@ -259,7 +259,7 @@ def _forward(blocks: Blocks, inputs: _Inputs) -> tuple[jax.Array, _Saved]:
     kv = (inputs.k_NBGRK, inputs.v_NBGRK)
     (out_NBHQK, most_NBHQ, sum_NBHQ), _ = around_the_ring(blocks, all_pairs, add_pairs, start, kv)
     out_NBHQK = checkpoint_name((out_NBHQK / sum_NBHQ[..., None]).astype(q_NBHQK.dtype), ATTENTION_OUTPUT)
-    lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION_OUTPUT)
+    lse_NBHQ = checkpoint_name(most_NBHQ + jnp.log(sum_NBHQ), ATTENTION_SUMS)
     return out_NBHQK, _Saved(inputs, out_NBHQK, lse_NBHQ)
 
 

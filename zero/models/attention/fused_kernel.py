@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from zero.models.attention.tpu_kernels import TpuKernel, chunks_reached
-from zero.models.stack import ATTENTION_OUTPUT
+from zero.models.stack import ATTENTION_OUTPUT, ATTENTION_SUMS
 
 LOG2E = math.log2(math.e)
 _ROWS = (((1,), (1,)), ((), ()))  # contracts the last dimensions of both
@@ -217,7 +217,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array, starts
         by_keys=False,
         name=f"zero_attention_fwd_{width}",
     )
-    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in call(slopes, *operands, starts))
+    out, lse = call(slopes, *operands, starts)
+    out, lse = checkpoint_name(out, ATTENTION_OUTPUT), checkpoint_name(lse, ATTENTION_SUMS)
     return out, (q, k, v, slopes, starts, out, lse)
 
 
