@@ -23,7 +23,16 @@ from zero.models.attention.delta_rule import CHUNK
 from zero.models.config import STACK, GPTConfig
 from zero.models.gpt import GPT, variable_shapes
 from zero.models.mtp import MtpInputs
-from zero.models.stack import ATTENTION_OUTPUT, ATTENTION_SUMS, EXPERTS, KINDS, LAYER_INPUT, STORED, kinds_of
+from zero.models.stack import (
+    ATTENTION_OUTPUT,
+    ATTENTION_SUMS,
+    EXPERTS,
+    KINDS,
+    LAYER_INPUT,
+    PROJECTIONS,
+    STORED,
+    kinds_of,
+)
 from zero.partition.collectives.axis import Axis
 from zero.planning.compile import step_arguments
 from zero.planning.process_per_call import ProcessPerCall
@@ -205,7 +214,7 @@ def test_the_fewest_seconds_of_all_that_fit(device: float, host: float, link: fl
 
     def cost(one: ShardedGPT) -> tuple[float, int, int]:
         seconds = storage_seconds(one, ROWS, LONG, rates)
-        return seconds, host_bytes(one, ROWS, LONG), -ladder(one, LONG).index(one.remat)
+        return seconds, host_bytes(one, ROWS, LONG), -ladder(OF_KERNEL, LONG).index(one.remat)
 
     def fits(one: ShardedGPT) -> bool:
         is_held = fixed + activation_bytes(one, ROWS, LONG) <= 0.935 * capacity  # one layer per iteration, by a kernel
@@ -233,37 +242,37 @@ def test_without_the_host_the_last_that_fits_is_taken(device: float) -> None:
     assert (chosen.remat, chosen.offload) == (fitting[-1] if fitting else "full", ())
 
 
-V6E = RATES._replace(products=PRODUCTS_SHARE * 918e12, mixers={"attention": 0.33 * 918e12}, link=32e9)
-V5E = RATES._replace(products=PRODUCTS_SHARE * 197e12, mixers={"attention": 0.87 * 197e12}, link=16e9)
+V6E = RATES._replace(products=PRODUCTS_SHARE * 918e12, mixers={"attention": 0.66 * 918e12}, link=63e9)
+V5E = RATES._replace(products=PRODUCTS_SHARE * 197e12, mixers={"attention": 0.97 * 197e12}, link=16e9)
 NARROW_MISTRAL = {"embedding_dim": 2048, "num_head": 16, "mlp_dim": 7168, "N": 8}
 NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 3584, "N": 8}
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "batch", "remat", "rates", "compiled", "within"),
+    ("size", "changes", "batch", "remat", "rates", "compiled"),
     [
-        ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.340, 0.03),
-        ("llama3_8b", {"N": 8}, (2, 8192), "full", V5E, 0.0, 0.0),
-        ("mistral_7b", NARROW_MISTRAL, (6, 8192), "full", V6E, 0.018, 0.2),
-        ("llama3_8b", NARROW_LLAMA, (2, 2048), "full", V5E, 0.0007, 1.0),
-        ("llama3_8b", NARROW_LLAMA, (2, 2048), "mlp_in+projections", V5E, 0.0493, 0.2),
+        ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.0),
+        ("mistral_7b", NARROW_MISTRAL, (6, 8192), "full", V6E, 0.0),
+        ("mistral_7b", NARROW_MISTRAL, (6, 8192), "mlp_in+attention", V6E, 0.0964),
+        ("mistral_7b", NARROW_MISTRAL, (6, 8192), "mlp+attention", V6E, 0.2027),
+        ("llama3_8b", {"N": 8}, (2, 8192), "full", V5E, 0.0),
+        ("llama3_8b", {"N": 8}, (2, 8192), "attention", V5E, 0.0107),
+        ("llama3_8b", {"N": 8}, (2, 8192), "mlp_in", V5E, 0.0801),
+        ("llama3_8b", {"N": 8}, (2, 8192), "mlp_in+attention", V5E, 0.2163),
+        ("llama3_8b", NARROW_LLAMA, (2, 2048), "full", V5E, 0.0),
+        ("llama3_8b", NARROW_LLAMA, (2, 2048), "mlp_in+attention", V5E, 0.0244),
+        ("llama3_8b", NARROW_LLAMA, (2, 2048), "mlp_in+projections", V5E, 0.0449),
     ],
 )
 def test_waits_for_the_host(
-    size: str,
-    changes: dict[str, Any],
-    batch: tuple[int, int],
-    remat: str,
-    rates: Rates,
-    compiled: float,
-    within: float,
+    size: str, changes: dict[str, Any], batch: tuple[int, int], remat: str, rates: Rates, compiled: float
 ) -> None:
-    """Seconds in which a step waits, beside those of compiled programs (docs/decisions/offload.md)."""
+    """Seconds in which a step waits, beside those of programs as XLA schedules them (docs/decisions/offload.md)."""
     config = dataclasses.replace(load_sizes()[size], **changes)
     model = ShardedGPT(config, Axis("zero", (1, 8)), 3, jnp.bfloat16, remat=remat, kernel="tpu_v6e")
     moved = dataclasses.replace(model, offload=KINDS)
     waits = storage_seconds(moved, *batch, rates) - storage_seconds(model, *batch, rates)
-    assert waits == pytest.approx(compiled, rel=within, abs=1e-9)
+    assert waits == pytest.approx(compiled, rel=0.3, abs=0.011)
 
 
 def test_seconds_of_each_kind() -> None:
@@ -308,6 +317,25 @@ def test_rungs_of_the_ladder(config: GPTConfig, kernel: str | None, context: int
     found = list(ladder(model, context))
     needs = [activation_bytes(dataclasses.replace(model, remat=remat), ROWS, context) for remat in found]
     assert found == rungs and needs == sorted(set(needs))
+
+
+def test_products_of_an_mlp_are_stored_alone_on_the_host() -> None:
+    """Attention would wait there behind them, and is computed again."""
+    assert ladder(OF_KERNEL, LONG) == ("full", "attention", "mlp_in", "mlp", "mlp_in+attention", "mlp+attention")
+
+
+def test_layers_of_an_iteration_are_estimated_together() -> None:
+    """Of layers whose windows differ each has its projections, and its input if it comes from the host, at once."""
+    windows = dataclasses.replace(OF_KERNEL, config=dataclasses.replace(DEEP, windows=(64, 64, 64, 0)))
+    width = 2 * ROWS * LONG
+    projections = width * numbers_per_position(OF_KERNEL, [ATTENTION_OUTPUT, PROJECTIONS])
+    inputs = width * DEEP.embedding_dim
+    for offload, in_transit in ((), 0), ((LAYER_INPUT,), 6 * inputs):
+        with_windows, without = (dataclasses.replace(one, offload=offload) for one in (windows, OF_KERNEL))
+        more = activation_bytes(with_windows, ROWS, LONG) - activation_bytes(without, ROWS, LONG)
+        assert more == 3 * projections + in_transit
+        by_blocks = [dataclasses.replace(one, kernel=None, blockwise_from=2) for one in (with_windows, without)]
+        assert len({activation_bytes(one, ROWS, LONG) for one in by_blocks}) == 1
 
 
 def estimated_and_assigned(remat: str, offload: str) -> tuple[int, int]:

@@ -21,8 +21,8 @@ from zero.training.sharded_gpt import ShardedGPT
 def activation_bytes(model: ShardedGPT, rows: int, context: int) -> int:
     """Bytes per device of the activations of one micro-batch of `rows` sequences, as an estimate.
 
-    Of the offloaded values, two entries of the stack are on the device: the one that computes, and one in transit. An
-    entry is a layer, or a period of layers with different parameters.
+    Offloaded values are on the device while they are in transit. An entry of the stack is a layer, or a period of
+    layers with different parameters.
 
     A layer holds 34 bytes per position and channel at two bytes a number, and 5 per pair of positions and head where
     attention is dense; between layers the policy `remat` stores all of that, only inputs, or also other values. Beside
@@ -40,8 +40,21 @@ def forward_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def _entry_bytes(model: ShardedGPT, rows: int, context: int) -> int:
-    """Bytes per device of the entry of the stack that computes."""
-    return model.config.period * _layer_bytes(model, rows, context)
+    """Bytes per device of the entry of the stack that computes, and of what XLA computes of others at the same time.
+
+    Layers of an iteration recompute from their inputs alone, so XLA for TPU has their projections before it needs them.
+    """
+    one = model.config.period * _layer_bytes(model, rows, context)
+    ahead = _layers_at_once(model) - 1
+    if not ahead:
+        return one
+    width = jnp.dtype(model.compute_dtype).itemsize * rows * context // model.axis.context
+    return one + ahead * width * numbers_per_position(model, [PROJECTIONS, ATTENTION_OUTPUT]) // _parts(model)
+
+
+def _layers_at_once(model: ShardedGPT) -> int:
+    """Layers in an iteration of the loop whose windows differ; with kernels for TPU, with which it was measured."""
+    return len(model.config.window_pattern) if model.kernel in TPU_KERNELS else 1
 
 
 def _logits_bytes(model: ShardedGPT, rows: int, context: int) -> int:
@@ -52,9 +65,14 @@ def _logits_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def _stored_on_device(model: ShardedGPT, rows: int, context: int) -> int:
-    """Bytes per device of stored activations in its own memory, with two entries in transit to or from the host."""
+    """Bytes per device of stored activations in its own memory, with those in transit to or from the host.
+
+    In transit are those of the iteration that computes, but for one layer, whose own bytes they are, and of the next.
+    Without kernels for TPU, which have not been measured, none is left out.
+    """
     on_host = host_bytes(model, rows, context)
-    return stored_bytes(model, rows, context) - on_host + 2 * on_host // _entries(model.config)
+    in_transit = 2 * _layers_at_once(model) - (model.kernel in TPU_KERNELS)
+    return stored_bytes(model, rows, context) - on_host + in_transit * on_host // _entries(model.config)
 
 
 def _entries(model_config: GPTConfig) -> int:
@@ -182,9 +200,12 @@ def ladder(model: ShardedGPT, context: int) -> tuple[str, ...]:
         return ("full", "attention", "mlp_in", "mlp", "mlp+attention", "mlp+projections", *unrolled)
     of_mlp = ("mlp_in", "mlp") if size.experts is None else ("mlp_in", "mlp", "experts")
     with_attention = tuple(f"{policy}+attention" for policy in of_mlp)
-    mixes_slowly = any(MIXERS[mixer].is_stored_first for mixer in size.mixers)
-    if mixes_slowly or (model.kernel is not None and context >= _LONG):
+    if any(MIXERS[mixer].is_stored_first for mixer in size.mixers):
         return ("full", "attention", *with_attention)
+    if model.kernel is not None and context >= _LONG:
+        # On the host attention would wait behind an MLP's products, so these are stored without it there.
+        without_attention = of_mlp if model.offload else ()
+        return ("full", "attention", *without_attention, *with_attention)
     if model.kernel is None:
         return ("full", *of_mlp, with_attention[-1])
     return ("full", *of_mlp)
@@ -251,8 +272,8 @@ def _seconds_of_experts(model: ShardedGPT, rows: int, context: int, rates: Rates
 def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) -> float:
     """Seconds per micro-batch to compute again what the model does not store, and to wait for copies to and from hosts.
 
-    XLA stores what a layer has computed during the next one, and starts to load it two products before the end of the
-    layer before it; the products of an MLP are the largest (docs/decisions/offload.md).
+    XLA starts loads for a layer two products before the end of the layer before, those of the MLP's products earlier.
+    The products of an MLP are the largest (docs/decisions/offload.md).
 
     Args:
       model, rows, context, rates: as for `seconds_by_kind`.
@@ -262,10 +283,36 @@ def storage_seconds(model: ShardedGPT, rows: int, context: int, rates: Rates) ->
     recomputed = 0.0
     if model.remat != "none":
         recomputed = sum(seconds for kind, seconds in by_kind.items() if kind not in stored)
-    forward = _forward_seconds(model, by_kind)
-    moved = host_bytes(model, rows, context) / model.config.layer_count / rates.link
-    waits = max(0.0, moved - forward) + max(0.0, moved - _PRODUCTS_AHEAD * by_kind[MLP_IN])
+    moved = host_bytes(model, rows, context)
+    loaded_late = moved - _bytes_of_kinds(model, rows, context, _mlp_kinds_on_host(model))
+    load = loaded_late / model.config.layer_count / rates.link
+    waits = max(0.0, load - _PRODUCTS_AHEAD * by_kind[MLP_IN])
+    waits += _seconds_until_stored(model, rows, context, rates, by_kind)
     return model.config.layer_count * (recomputed + waits)
+
+
+def _seconds_until_stored(
+    model: ShardedGPT, rows: int, context: int, rates: Rates, by_kind: Mapping[str, float]
+) -> float:
+    """Seconds for which a layer of the forward pass waits until what the layer before stores is in the host's memory.
+
+    XLA sends it from the beginning of the next layer on, the products of the MLP first, and the next attention and the
+    next MLP take the place of those before (docs/decisions/offload.md).
+    """
+    per_second = model.config.layer_count * rates.link
+    of_all = host_bytes(model, rows, context) / per_second
+    waits = [0.0, of_all - _forward_seconds(model, by_kind)]
+    of_mlp = _mlp_kinds_on_host(model)
+    if of_mlp:
+        waits.append(of_all - by_kind[PROJECTIONS] - by_kind[ATTENTION_OUTPUT] - by_kind[MLP_GATE])
+    if of_mlp and ATTENTION_OUTPUT in kinds_on_host(model):
+        first = _bytes_of_kinds(model, rows, context, [*of_mlp, ATTENTION_OUTPUT]) / per_second
+        waits.append(first - by_kind[PROJECTIONS])
+    return max(waits)
+
+
+def _mlp_kinds_on_host(model: ShardedGPT) -> list[str]:
+    return [kind for kind in kinds_on_host(model) if kind in (MLP_IN, MLP_GATE)]
 
 
 def _forward_seconds(model: ShardedGPT, by_kind: Mapping[str, float]) -> float:
