@@ -36,19 +36,18 @@ from zero.costs.hlo import computations
 from zero.costs.live_arrays import LiveArrays, read_live_arrays
 from zero.costs.predict import Prediction, predict
 from zero.costs.topology import available_bytes, find_devices, out_of_memory, prepare_environment
-from zero.hosts.speeds import SPEEDS, usable_bytes
+from zero.hosts.speeds import SPEEDS
 from zero.job.job import Job, PlacedModel, make_job, place_model
-from zero.job.memory import rates_of
+from zero.job.memory import memory_for, rates_of
 from zero.job.sizes import load_sizes
 from zero.job.step_costs import compile_programs, costs_of
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.models.stack import kinds_of
+from zero.models.stack import kinds_of, movable_kinds
 from zero.planning.compile import compiler_of, step_arguments
 from zero.planning.config import Request
 from zero.training.activations import (
     Choice,
-    Memory,
     kinds_on_host,
     numbers_per_position,
     seconds_by_kind,
@@ -298,7 +297,7 @@ def row_of(name: str) -> Row | None:
     for part, seconds in sorted(found.by_part.items(), key=lambda item: -item[1])[:12]:
         print(f"  {part.name:20} {part.phase:12} {seconds:8.3f} s", flush=True)
     flops = model_flops(request.size, request.rows, recipe.context) // job.model.axis.row_group
-    is_in_part = OFFLOAD[0] in recipe.keys and kinds_on_host(job.model) != kinds_of(job.model.remat)
+    is_in_part = OFFLOAD[0] in recipe.keys and kinds_on_host(job.model) != movable_kinds(job.model.remat)
     return Row(
         digests,
         "auto" if is_in_part else job.model.remat,
@@ -368,7 +367,7 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     recipe = RECIPES[name]
     request, _, placed, job, _ = step_of(recipe)
     assert placed.speed is not None
-    memory = Memory(job.state_bytes, usable_bytes(placed.device), placed.speed.host_share)
+    memory = memory_for(job.state_bytes, placed.device)
     rates = rates_of(job.model, placed.speed)
     choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
     stored = job.model.remat, kinds_on_host(job.model)
@@ -399,9 +398,10 @@ def print_choices(names: Sequence[str]) -> None:
         if "zero.fused_update=true" in recipe.keys:
             continue
         taken, choices, saved = choices_of(name)
-        speed = SPEEDS[find_devices(recipe.topology)[0].device_kind]
+        device = find_devices(recipe.topology)[0]
+        speed, on_host = SPEEDS[device.device_kind], memory_for(0, device).host
         in_device = [choice for choice in choices if choice.bytes <= speed.capacity]
-        in_both = [choice for choice in in_device if choice.host_bytes <= speed.host_share]
+        in_both = [choice for choice in in_device if choice.host_bytes <= on_host]
         best = min([taken, *in_both], key=lambda choice: choice.seconds)
         row = compiled.get(name)
         cells = [

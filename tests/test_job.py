@@ -1,5 +1,6 @@
 """What is bound from a configuration before any device is used."""
 
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from zero.costs.topology import find_devices
 from zero.hosts.speeds import SPEEDS
 from zero.job.devices import exchanges_gradients, make_axis
 from zero.job.job import make_job, place_model
-from zero.job.memory import rates_of
+from zero.job.memory import memory_for, rates_of
 from zero.job.sizes import load_sizes
 from zero.training.activations import kinds_on_host
 from zero.training.schedules import learning_rate
@@ -196,19 +197,19 @@ def test_automatic_remat_with_the_host(caplog: pytest.LogCaptureFixture) -> None
     on_host = "zero.offload=activations"
     in_pairs = ", two chunks of the vocabulary at once"
     assert choice() == ("mlp_in+attention", (), f"zero.remat=auto: mlp_in+attention{in_pairs}")
-    logged = f"zero.remat=auto: mlp_in+attention, on the host: nothing{in_pairs}"
-    assert choice(on_host) == ("mlp_in+attention", (), logged)
-    logged = f"zero.remat=auto: attention, on the host: layer_input{in_pairs}"
-    assert choice(on_host, rows=4) == ("attention", ("layer_input",), logged)
+    logged = f"zero.remat=auto: mlp+attention, on the host: mlp_in{in_pairs}"
+    assert choice(on_host) == ("mlp+attention", ("mlp_in",), logged)
+    logged = f"zero.remat=auto: mlp_in, on the host: mlp_in{in_pairs}"
+    assert choice(on_host, rows=4) == ("mlp_in", ("mlp_in",), logged)
     logged = f"zero.remat=auto: mlp+attention, on the host: nothing{in_pairs}"
     assert choice(on_host, rows=1) == ("mlp+attention", (), logged)
     assert choice(on_host, "zero.remat=attention") == ("attention", ("layer_input", "attention"), "")
     caplog.clear()
     choice(rows=4)
     (said,) = (line for line in caplog.messages if line.startswith("zero.offload=activations"))
-    saved = re.fullmatch(r".* would store attention, on the host layer_input, and .* save (\d+) % of a step", said)
+    saved = re.fullmatch(r".* would store mlp_in, on the host mlp_in, and .* save (\d+) % of a step", said)
     assert saved is not None and 2 <= int(saved[1]) <= 10
-    choice()
+    choice(rows=1)
     assert not any(line.startswith("zero.offload=activations") for line in caplog.messages)
 
 
@@ -327,3 +328,17 @@ def test_slices_that_make_no_copies() -> None:
         make_axis(by_default, on_slices(0, 1, 0, 1))
     with pytest.raises(UserError, match=r"zero\.phases=torus: expected auto or flat, because 2 slices"):
         make_axis(on_a_torus, on_slices(0, 0, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "on_host"),
+    [
+        ("tpu", "TPU v5 lite", 0.8 * 48e9),
+        ("tpu", "TPU v6 lite", 128 * 2**30),  # 80 % of 180e9, but a program has no more
+        ("gpu", "NVIDIA H100 80GB HBM3", math.inf),
+    ],
+)
+def test_memory_on_the_host(platform: str, kind: str, on_host: float) -> None:
+    """A device's part of its host's memory, and on TPU no more than the compiler accepts."""
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    assert memory_for(2**30, device).host == pytest.approx(on_host)

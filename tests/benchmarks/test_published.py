@@ -73,7 +73,7 @@ WITH_HOST = {  # what is stored, and which kinds of it lie in the host's memory
     "llama3-70b-v6e-64": ("mlp_in", ("layer_input", "mlp_in")),
     "llama3-70b-v6e-128": ("attention", BOTH),
     "llama3-70b-v6e-256": ("attention", BOTH),
-    "llama3-405b-2xv6e-256": ("mlp_in", ("layer_input", "mlp_in")),
+    "llama3-405b-2xv6e-256": ("attention", BOTH),
     "llama3-405b-tpu7x-256": ("full", ("layer_input",)),
     "gpt3-175b-v6e-256": ("mlp", ("layer_input", "mlp_in")),
     "gemma3-12b-v6e-256": ("attention", ("layer_input",)),

@@ -12,6 +12,7 @@ from zero.costs.topology import find_devices, prepare_environment
 from zero.hosts.xla_options import for_tpu
 from zero.planning.compile import compile_step
 from zero.planning.config import Request
+from zero.planning.table import verdict
 
 SLICES = ("v3-32", "v4-64", "v5e-64", "v5e-256", "v5p-64", "v6e-16", "v6e-256", "tpu7x:4x4x4")
 
@@ -49,3 +50,20 @@ def test_steps_are_compiled(topology: str, keys: tuple[str, ...]) -> None:
     config, size = compose(["mode=plan", f"plan.topology={topology}", *small, *keys])
     prepare_environment(topology)
     assert compile_step(Request(config, size, 1).with_changes(stage=3))["fits"]
+
+
+def test_what_the_compiler_refuses_on_the_host_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that needs more of its host's memory than the compiler accepts is a row, no error.
+
+    A v6e-8 has two hosts of four devices.
+    """
+
+    def refuse(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("Ran out of memory in memory space host. Used 133.50G of 128.00G host.")
+
+    monkeypatch.setattr("zero.planning.compile.compiled_unless_decided", refuse)
+    config, size = compose(["mode=plan", "plan.topology=v6e-8", "model.size=bytes", "training.sample_tokens=0"])
+    prepare_environment("v6e-8")
+    row = compile_step(Request(config, size, 1).with_changes(stage=3))
+    assert not row["fits"] and row["host_bytes"] == 133.5 * 2**30
+    assert verdict(row) == "does not fit in the memory of a host by 22.00 GiB"

@@ -147,7 +147,7 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
     speed = SPEEDS[device.device_kind]
     may_use_host = bool(model.offload)
     rates = rates_of(model, speed)
-    memory = Memory(state_bytes, usable_bytes(device), speed.host_share)
+    memory = memory_for(state_bytes, device)
     model = with_fitting_storage(model, rows, context, memory, rates)
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
@@ -165,6 +165,19 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
 
 
 _WORTH = 0.02  # of a step
+
+
+def memory_for(state_bytes: int, device: Any) -> Memory:
+    """What one of the TPUs or GPUs of a model may hold, itself and on its host, beside this many bytes of state."""
+    on_host = SPEEDS[device.device_kind].host_share
+    if device.platform == "tpu":
+        on_host = min(on_host, MOST_ON_HOST)
+    return Memory(state_bytes, usable_bytes(device), on_host)
+
+
+# Bytes of a device's program in the memory of its host, beyond which the compiler for TPU refuses it: "Exceeded host
+# capacity" (libtpu 0.0.42.1, for a v6e, whose hosts have more).
+MOST_ON_HOST = 128 * 2**30
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:

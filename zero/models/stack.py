@@ -372,3 +372,12 @@ def _through(layer: Layer, stacks: Any, x: Any, numbers: jax.Array) -> tuple[Any
 def _in_spans(tree: Any, size: int) -> Any:
     """Leaves of `(layers, ...)` as `(spans, size, ...)`."""
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), tree)
+
+
+def movable_kinds(remat: str) -> tuple[str, ...]:
+    """Those of `kinds_of` that may lie in the host's memory.
+
+    >>> kinds_of("attention"), movable_kinds("attention")
+    (('layer_input', 'attention', 'attention_sums'), ('layer_input', 'attention'))
+    """
+    return tuple(kind for kind in kinds_of(remat) if kind in KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -116,6 +117,7 @@ def compile_step(request: Request) -> Row:
     predicted: Prediction | None = None
     from_schedule = False
     on_host: int | None = None  # bytes of one device
+    most_on_host: int | None = None  # likewise, if the compiler refused a step that needs more
     peaks: dict[str, int | None] = dict.fromkeys(PAUSES)
     schedule: str | None = None  # a page
     by_formula = bytes_by_formula(request, job)
@@ -134,7 +136,11 @@ def compile_step(request: Request) -> Row:
         try:
             compiled = compiled_unless_decided(compiler, config.plan.exact, available, job.programs.step, *arguments)
         except jax.errors.JaxRuntimeError as error:
-            peak, available = out_of_memory(error)
+            if (refused := refused_on_host(error)) is not None:
+                peak = by_formula["peak_bytes"]
+                on_host, most_on_host = refused
+            else:
+                peak, available = out_of_memory(error)
         else:
             costs = costs_of(compiled, job.storage, state_bytes, devices, available)
             peak = costs.peak
@@ -158,7 +164,7 @@ def compile_step(request: Request) -> Row:
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
     hosts = len({device.process_index for device in devices})
     one_host_bytes = None if on_host is None else on_host * len(devices) // hosts
-    host_available = host_memory(devices)
+    host_available = host_memory(devices) if most_on_host is None else most_on_host * len(devices) // hosts
     fits_host = one_host_bytes is None or host_available is None or one_host_bytes <= host_available
     # The state without padding and copies.
     logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
@@ -211,6 +217,18 @@ def compile_step(request: Request) -> Row:
     if is_estimate:
         row["gathers_hidden"] = None
     return row | time_and_cost(config.plan, row, predicted, SPEEDS.get(devices[0].device_kind))
+
+
+def refused_on_host(error: Exception) -> tuple[int, int] | None:
+    """Bytes that a device's program needs in the memory of its host, and the most that the TPU compiler accepts.
+
+    None if the error has another cause.
+
+    >>> refused_on_host(RuntimeError("Ran out of memory in memory space host. Used 133.50G of 128.00G host."))
+    (143344533504, 137438953472)
+    """
+    found = re.search(r"Used ([\d.]+)G of ([\d.]+)G host", str(error))
+    return None if found is None else (int(float(found[1]) * GIB), int(float(found[2]) * GIB))
 
 
 def schedule_page(request: Request, compiled: KeptProgram, costs: StepCosts, available: int) -> str | None:

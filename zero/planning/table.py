@@ -18,7 +18,7 @@ from zero.config.command_line import override_value
 from zero.config.files import literal
 from zero.costs.predict import PHASES
 from zero.hosts.speeds import GIB
-from zero.models.stack import OFFLOADED, kinds_of
+from zero.models.stack import OFFLOADED, movable_kinds
 from zero.planning.compile import PLACEMENT_KEYS, Row, highest_peak, run_tokens
 from zero.planning.config import Plan, Request, with_keys
 from zero.run.config import GROUPS, TrainConfig, default_config
@@ -236,7 +236,7 @@ def _placements(row: Row) -> str:
 def _is_partly_on_host(row: Row) -> bool:
     """Whether `zero.remat=auto` left some activations on the device that could be in host memory."""
     may_move = "activations" in OFFLOADED[row.get("offload", "none")]
-    return may_move and tuple(row["on_host"]) != kinds_of(row["remat"])
+    return may_move and tuple(row["on_host"]) != movable_kinds(row["remat"])
 
 
 def _remat(row: Row) -> str:
