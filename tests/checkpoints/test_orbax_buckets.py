@@ -1,7 +1,5 @@
 """Buckets through orbax: as patient as zero's own storage, without a change for other users of fsspec."""
 
-import fsspec
-import gcsfs
 import pytest
 import tensorstore
 
@@ -15,6 +13,9 @@ from zero.files import storage
 
 def test_patient_buckets_for_orbax_only(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only orbax gets patient buckets; other users of fsspec do not."""
+    import fsspec
+    import gcsfs
+
     from zero.checkpoints.orbax_buckets import PatientBucket
 
     bucket.use(monkeypatch, server)

@@ -9,6 +9,7 @@ import json
 import pickle
 from datetime import date
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,17 +246,17 @@ FILES: tuple[tuple[str, Any, str], ...] = (
     ("documents.tar", sources.tar({"a.txt": b"a", "a.TXT": b"b"}), "a.TXT is there twice; expected each file once"),
     (
         "documents.parquet",
-        sources.parquet_bytes({"text": [b"\xff"]}),
+        partial(sources.parquet_bytes, {"text": [b"\xff"]}),
         'row 0: expected a string under "text"; it is bytes that',
     ),
     (
         "documents.parquet",
-        sources.parquet_bytes({"text": [date(2020, 1, 1)]}),
+        partial(sources.parquet_bytes, {"text": [date(2020, 1, 1)]}),
         'row 0: expected a string under "text"; it is of the type date',
     ),
     (
         "documents.parquet",
-        sources.parquet_bytes({"text": [Decimal("1.5")]}),
+        partial(sources.parquet_bytes, {"text": [Decimal("1.5")]}),
         'row 0: expected a string under "text"; it is of the type Decimal',
     ),
     ("tokens.npy", npy(np.zeros(9)), "tokens.npy holds float64; expected token ids, integers"),
@@ -355,6 +356,9 @@ FILES: tuple[tuple[str, Any, str], ...] = (
 
 
 def content(given: Any) -> bytes:
+    """The bytes of a file: given, made by a function of a library that is imported first for it, or of JSON."""
+    if callable(given):
+        given = given()
     return given if isinstance(given, bytes) else json.dumps(given).encode()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zero.exchange.hf_config import read_architecture, read_size, write_config, 
 from zero.exchange.warm_start import described_folder
 from zero.models.config import GPTConfig
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 OF_FOLDER = {"architectures", "model_type", "auto_map", "quantization_config"}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 # Keys of published folders that the classes of transformers drop or never had.

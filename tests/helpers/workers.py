@@ -11,7 +11,7 @@ from xdist.scheduler import LoadFileScheduling
 ROOT = Path(__file__).parents[2]
 # Of the programs that run_path runs in the process of a test some import PyTorch.
 PYTORCH = re.compile(
-    r"^\s*(import|from) (torch|transformers|peft|trl|lm_eval)\b|importorskip\(.(torch|trl|lm_eval)|\brun_path\((?!\{)",
+    r"^\s*(import|from) (torch|transformers|peft|trl|lm_eval|conversion)\b|importorskip\(.(torch|trl|lm_eval)|\brun_path\((?!\{)",
     re.M,
 )
 

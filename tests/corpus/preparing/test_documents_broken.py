@@ -34,7 +34,7 @@ def write_csv(folder: Path) -> None:
 
 def write_table(folder: Path) -> None:
     texts = [*TEXTS[:7], None, None, None, *TEXTS[7:]]
-    sources.parquet.write_table(sources.pyarrow.table({"text": texts}), folder / "a.parquet")
+    (folder / "a.parquet").write_bytes(sources.parquet_bytes({"text": texts}))
 
 
 def write_files(folder: Path) -> None:
@@ -141,7 +141,7 @@ def long_text_lines(folder: Path) -> None:
 
 
 def long_table(folder: Path) -> None:
-    sources.parquet.write_table(sources.pyarrow.table({"text": [*TEXTS[:7], LONG, *TEXTS[7:]]}), folder / "a.parquet")
+    (folder / "a.parquet").write_bytes(sources.parquet_bytes({"text": [*TEXTS[:7], LONG, *TEXTS[7:]]}))
 
 
 @pytest.mark.parametrize("write", [long_lines, long_csv, long_texts, long_text_lines, long_table])

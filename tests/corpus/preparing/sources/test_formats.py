@@ -178,9 +178,11 @@ def test_arrays_have_no_documents(kind: str, tmp_path: Path) -> None:
 
 def test_slices_of_tables_are_small(tmp_path: Path) -> None:
     """A unit takes no more of a table to a worker than its own rows."""
-    table = sources.pyarrow.table({"text": ["x" * 1000] * 4000})
-    with sources.pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file:
-        with sources.pyarrow.ipc.new_stream(file, table.schema) as writer:
+    import pyarrow
+
+    table = pyarrow.table({"text": ["x" * 1000] * 4000})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file:
+        with pyarrow.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
     sizes = [len(pickle.dumps(unit)) for unit in Source(str(tmp_path / "a.arrow"), "text", 0.1).units()]
     assert len(sizes) == 4 and max(sizes) < 1_200_000

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from tests.helpers.corpora import both, documents_of, make, run
 from tests.helpers.loaders import open_loader
+from tests.helpers.sources import parquet_bytes
 from zero.base.errors import UserError
 from zero.corpus.preparing.documents import TextReader
 from zero.corpus.preparing.sources.hub import HubDataset
@@ -33,7 +32,7 @@ def dataset(tmp_path: Path) -> Path:
     place.mkdir()
     for split, count in (("train", 50), ("test", 3)):
         table = {"text": [f"{split} {i}" for i in range(count)], "number": list(range(count))}
-        parquet.write_table(pyarrow.table(table), place / f"{split}-00000-of-00001.parquet")
+        (place / f"{split}-00000-of-00001.parquet").write_bytes(parquet_bytes(table))
     return place
 
 
@@ -57,7 +56,7 @@ def test_a_corpus_of_a_dataset(dataset: Path, tmp_path: Path):
 def test_completions_of_a_dataset(tmp_path: Path):
     (tmp_path / "pairs").mkdir()
     table = {"prompt": [f"{i}?" for i in range(20)], "completion": [f" yes {i}" for i in range(20)]}
-    parquet.write_table(pyarrow.table(table), tmp_path / "pairs" / "train-00000-of-00001.parquet")
+    (tmp_path / "pairs" / "train-00000-of-00001.parquet").write_bytes(parquet_bytes(table))
     corpus = make(f"hf:{tmp_path / 'pairs'}", tmp_path, completions=True)
     assert both(corpus) == sorted(f"{i}? yes {i}" for i in range(20))
     loader = open_loader(corpus.train_index, global_rows=1, context=16, vocab_size=256, only_completions=True)
@@ -122,8 +121,8 @@ def test_official_splits_of_a_dataset(dataset: Path, tmp_path: Path):
     make(f"hf:{dataset}", tmp_path, "train", announce=said.append)
     left_alone = f"hf:{dataset}: only its split train is read, not test; --splits official reads all"
     assert said == [left_alone, "keys not read: number"]
-    table = pyarrow.table({"text": [f"validation {i}" for i in range(4)], "number": list(range(4))})
-    parquet.write_table(table, dataset / "validation-00000-of-00001.parquet")
+    table = {"text": [f"validation {i}" for i in range(4)], "number": list(range(4))}
+    (dataset / "validation-00000-of-00001.parquet").write_bytes(parquet_bytes(table))
     corpus = make(f"hf:{dataset}", tmp_path, splits="official")
     assert corpus.test_index is not None
     counts = {"train": 50, "validation": 4, "test": 3}
@@ -139,7 +138,7 @@ def test_files_of_a_dataset_are_parts(tmp_path: Path):
     place.mkdir()
     for file in range(3):
         table = {"text": [f"file {file} row {row}" for row in range(40)]}
-        parquet.write_table(pyarrow.table(table), place / f"train-{file:05d}-of-00003.parquet")
+        (place / f"train-{file:05d}-of-00003.parquet").write_bytes(parquet_bytes(table))
     size = (place / "train-00000-of-00003.parquet").stat().st_size
     one = make(f"hf:{place}", tmp_path / "one", workers=1)
     in_parts = make(f"hf:{place}", tmp_path / "parts", workers=1, part_bytes=size + 1)

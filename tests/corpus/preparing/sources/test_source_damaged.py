@@ -3,6 +3,7 @@
 import io
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ def npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def table_of(**columns: list[Any]) -> bytes:
-    buffer = io.BytesIO()
-    sources.parquet.write_table(sources.pyarrow.table(columns), buffer)
-    return buffer.getvalue()
+def table_of(**columns: list[Any]) -> Callable[[], bytes]:
+    """A table that its test makes, as only it needs pyarrow."""
+    return lambda: sources.parquet_bytes(columns)
 
 
 # A name; its contents, or a format of which the last third is cut off; and words of the message.
-WRONG: tuple[tuple[str, bytes | str, str], ...] = (
+WRONG: tuple[tuple[str, bytes | str | Callable[[], bytes], str], ...] = (
     ("a.parquet", b"PAR1 nothing PAR1", r"a\.parquet (is not a complete Parquet|cannot be read)"),
     ("a.arrow", b"ARROW1\0\0nothing", r"a\.arrow is not a complete Parquet or Arrow file"),
     ("a.feather", "feather", r"a\.feather is not a complete Parquet or Arrow file"),
@@ -136,7 +136,7 @@ def test_bad_sources(number: int, tmp_path: Path) -> None:
     else:
         if name == "a.idx":
             (source / "a.bin").write_bytes(b"ab")
-        (source / name).write_bytes(content)
+        (source / name).write_bytes(content() if callable(content) else content)
     folders = ["--directory", str(tmp_path / "corpus"), "--index-directory", str(tmp_path / "index")]
     done = call(source, "--row-tokens", "16", "--validation-fraction", "0.5", *folders)
     assert done.returncode == 2 and done.stdout == ""

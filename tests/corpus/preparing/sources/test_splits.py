@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 
 from tests.helpers.corpora import both, call, documents_of, make, tokens_of
@@ -20,6 +19,8 @@ def write_lines(path: Path, texts: list[str]) -> None:
 
 def write_arrow(path: Path, texts: list[str]) -> None:
     """As `datasets.DatasetDict.save_to_disk` does."""
+    import pyarrow
+
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pyarrow.table({"text": texts})
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
