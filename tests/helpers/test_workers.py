@@ -93,11 +93,12 @@ def test_files_take_turns(request: pytest.FixtureRequest) -> None:
     assert [turn(f"tests/{file}") for file in files] == [0, 1, 2]
 
 
-def test_a_worker_with_pytorch_takes_no_other_file() -> None:
-    """The others do, until none is left."""
-    nodes = [Mock(shutting_down=False) for _ in range(2)]
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_worker_with_pytorch_takes_no_other_file(count: int) -> None:
+    """The others do, until none is left; a single one takes all files."""
+    nodes = [Mock(shutting_down=False) for _ in range(count)]
     config = Mock(option=Mock(loadscopereorder=False))
-    config.getvalue.return_value = ["popen"] * 2
+    config.getvalue.return_value = ["popen"] * count
     scheduling = HeldOnce(config, Mock())
     files = ["tests/exchange/test_peft_folder.py", *(f"tests/test_{number}.py" for number in range(3))]
     collection = [f"{file}::test_{number}" for file in files for number in range(3)]
@@ -106,13 +107,14 @@ def test_a_worker_with_pytorch_takes_no_other_file() -> None:
             scheduling.add_node(node)
             scheduling.add_node_collection(node, collection)
         scheduling.schedule()
-        assert list(scheduling.assigned_work[nodes[0]]) == [WITH_PYTORCH]
+        assert next(iter(scheduling.assigned_work[nodes[0]])) == WITH_PYTORCH
         for node in nodes:
             for number, test in enumerate(collection):
                 if test in {name for unit in scheduling.assigned_work[node].values() for name in unit}:
                     scheduling.mark_test_complete(node, number)
-    assert list(scheduling.assigned_work[nodes[0]]) == [WITH_PYTORCH]
-    assert len(scheduling.assigned_work[nodes[1]]) > 1
+    of_first, *of_others = (list(scheduling.assigned_work[node]) for node in nodes)
+    assert of_first == [WITH_PYTORCH, *files[1:]] if count == 1 else of_first == [WITH_PYTORCH]
+    assert count == 1 or len(of_others[0]) > 1
 
 
 def test_examples_of_modules_have_the_hooks_of_tests(request: pytest.FixtureRequest) -> None:

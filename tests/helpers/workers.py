@@ -11,7 +11,8 @@ from xdist.scheduler import LoadFileScheduling
 ROOT = Path(__file__).parents[2]
 # Of the programs that run_path runs in the process of a test some import PyTorch.
 PYTORCH = re.compile(
-    r"^\s*(import|from) (torch|transformers|peft|trl|lm_eval|conversion)\b|importorskip\(.(torch|trl|lm_eval)|\brun_path\((?!\{)",
+    r"^\s*(import|from) (torch|transformers|peft|trl|lm_eval|conversion)\b"
+    r"|importorskip\(.(torch|trl|lm_eval)|\brun_path\((?!\{)",
     re.M,
 )
 
@@ -81,12 +82,12 @@ def turn(test: str) -> int:
 class HeldOnce(LoadFileScheduling):
     """One worker runs all files that need one of `HELD`, so that only one has it; the rest is shared file by file.
 
-    The worker with PyTorch, which holds 600 MiB more than the others, takes no other file.
+    The worker with PyTorch, which holds 600 MiB more than the others, takes no other file if there are others.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        if WITH_PYTORCH not in self.assigned_work[node]:
+        if WITH_PYTORCH not in self.assigned_work[node] or len(self.assigned_work) == 1:
             super()._assign_work_unit(node)
