@@ -36,9 +36,9 @@ from zero.costs.hlo import computations
 from zero.costs.live_arrays import LiveArrays, read_live_arrays
 from zero.costs.predict import Prediction, predict
 from zero.costs.topology import available_bytes, find_devices, out_of_memory, prepare_environment
-from zero.hosts.speeds import SPEEDS
+from zero.hosts.speeds import SPEEDS, usable_bytes
 from zero.job.job import Job, PlacedModel, make_job, place_model
-from zero.job.memory import memory_for, rates_of
+from zero.job.memory import most_on_host, rates_of
 from zero.job.sizes import load_sizes
 from zero.job.step_costs import compile_programs, costs_of
 from zero.models.config import GPTConfig
@@ -48,6 +48,7 @@ from zero.planning.compile import compiler_of, step_arguments
 from zero.planning.config import Request
 from zero.training.activations import (
     Choice,
+    Memory,
     kinds_on_host,
     numbers_per_position,
     seconds_by_kind,
@@ -367,7 +368,7 @@ def choices_of(name: str) -> tuple[Choice, list[Choice], float]:
     recipe = RECIPES[name]
     request, _, placed, job, _ = step_of(recipe)
     assert placed.speed is not None
-    memory = memory_for(job.state_bytes, placed.device)
+    memory = Memory(job.state_bytes, usable_bytes(placed.device), most_on_host(placed.speed))
     rates = rates_of(job.model, placed.speed)
     choices = storage_choices(placed.model, request.rows, recipe.context, memory, rates)
     stored = job.model.remat, kinds_on_host(job.model)
@@ -398,10 +399,9 @@ def print_choices(names: Sequence[str]) -> None:
         if "zero.fused_update=true" in recipe.keys:
             continue
         taken, choices, saved = choices_of(name)
-        device = find_devices(recipe.topology)[0]
-        speed, on_host = SPEEDS[device.device_kind], memory_for(0, device).host
+        speed = SPEEDS[find_devices(recipe.topology)[0].device_kind]
         in_device = [choice for choice in choices if choice.bytes <= speed.capacity]
-        in_both = [choice for choice in in_device if choice.host_bytes <= on_host]
+        in_both = [choice for choice in in_device if choice.host_bytes <= most_on_host(speed)]
         best = min([taken, *in_both], key=lambda choice: choice.seconds)
         row = compiled.get(name)
         cells = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
     speed = SPEEDS[device.device_kind]
     may_use_host = bool(model.offload)
     rates = rates_of(model, speed)
-    memory = memory_for(state_bytes, device)
+    memory = Memory(state_bytes, usable_bytes(device), most_on_host(speed))
     model = with_fitting_storage(model, rows, context, memory, rates)
     where = f", on the host: {', '.join(kinds_on_host(model)) or 'nothing'}" if may_use_host else ""
     pairs = ", two chunks of the vocabulary at once" if model.chunks_at_once == 2 else ""
@@ -167,17 +168,14 @@ def with_automatic_remat(model: ShardedGPT, state_bytes: int, device: Any, rows:
 _WORTH = 0.02  # of a step
 
 
-def memory_for(state_bytes: int, device: Any) -> Memory:
-    """What one of the TPUs or GPUs of a model may hold, itself and on its host, beside this many bytes of state."""
-    on_host = SPEEDS[device.device_kind].host_share
-    if device.platform == "tpu":
-        on_host = min(on_host, MOST_ON_HOST)
-    return Memory(state_bytes, usable_bytes(device), on_host)
-
-
 # Bytes of a device's program in the memory of its host, beyond which the compiler for TPU refuses it: "Exceeded host
 # capacity" (libtpu 0.0.42.1, for a v6e, whose hosts have more).
 MOST_ON_HOST = 128 * 2**30
+
+
+def most_on_host(speed: Speed) -> float:
+    """Bytes of the memory of a host that a device may take: its part, and of a TPU's no more than `MOST_ON_HOST`."""
+    return speed.host_share if math.isinf(speed.host_share) else min(speed.host_share, MOST_ON_HOST)
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:
