@@ -232,6 +232,29 @@ def test_largest_exchange_is_first(exchanges: bool) -> None:
     assert [tuple(var.aval.shape for var in eqn.invars) for eqn in waiting] == expected
 
 
+@pytest.mark.parametrize(("small_first", "order"), [(False, "cab"), (True, "cba")])
+def test_equal_exchanges(small_first: bool, order: str) -> None:
+    """The first of equal leaves is sent first, where SparseCores gather the last one."""
+    shapes = {"a": (512, 1024), "b": (512, 1024), "c": (520, 1024)}
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    axis = zero.Axis("batch", (1, 8), exchanges=True, small_first=small_first)
+    layout = zero.make_layout(tree, 8)
+
+    def scatter(tree: Any) -> Any:
+        factors = {"a": 2.0, "b": 3.0, "c": 5.0}
+        return zero.scatter_sum({name: x * factors[name] for name, x in tree.items()}, layout, axis)
+
+    traced = jax.make_jaxpr(scatter, axis_env=[("batch", 8)])(tree)
+    made = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
+
+    def name_of(var: Any) -> str:
+        while made[var].primitive.name != "mul":
+            var = made[var].invars[0]
+        return {2.0: "a", 3.0: "b", 5.0: "c"}[float(made[var].invars[1].val)]
+
+    assert "".join(name_of(eqn.invars[0]) for eqn in traced.eqns if eqn.primitive.name == "all_to_all") == order
+
+
 @pytest.mark.parametrize("axis", SOME_AXES)
 def test_ordered_scatters(axis: zero.Axis) -> None:
     """In an order of their own, scatters of large leaves beside small ones give the same bits."""
