@@ -175,7 +175,9 @@ MOST_ON_HOST = 128 * 2**30
 
 def most_on_host(speed: Speed) -> float:
     """Bytes of the memory of a host that a device may take: its part, and of a TPU's no more than `MOST_ON_HOST`."""
-    return speed.host_share if math.isinf(speed.host_share) else min(speed.host_share, MOST_ON_HOST)
+    if math.isinf(speed.host_share):  # a GPU
+        return speed.host_share
+    return min(speed.host_share, MOST_ON_HOST)
 
 
 def rates_of(model: ShardedGPT, speed: Speed) -> Rates:

@@ -55,7 +55,7 @@ def empty_cache(
 
 
 def stored_floats_of_heads(config: Attention) -> dict[str, int]:
-    """Numbers per position: values, a sum of each head in float32, and projections with the output."""
+    """Numbers per position: values; a float32 sum per head, which counts as two; projections with the output."""
     heads = config.num_head * config.head_width
     projections = heads + 2 * config.key_heads * config.head_width + config.embedding_dim
     return {ATTENTION_OUTPUT: heads, ATTENTION_SUMS: 2 * config.num_head, PROJECTIONS: projections}

@@ -136,11 +136,12 @@ def compile_step(request: Request) -> Row:
         try:
             compiled = compiled_unless_decided(compiler, config.plan.exact, available, job.programs.step, *arguments)
         except jax.errors.JaxRuntimeError as error:
-            if (refused := refused_on_host(error)) is not None:
+            refused = refused_on_host(error)
+            if refused is None:
+                peak, available = out_of_memory(error)
+            else:
                 peak = by_formula["peak_bytes"]
                 on_host, most_on_host = refused
-            else:
-                peak, available = out_of_memory(error)
         else:
             costs = costs_of(compiled, job.storage, state_bytes, devices, available)
             peak = costs.peak
@@ -164,7 +165,9 @@ def compile_step(request: Request) -> Row:
     parameters = sum(math.prod(leaf.shape) for leaf in sharded.leaves)
     hosts = len({device.process_index for device in devices})
     one_host_bytes = None if on_host is None else on_host * len(devices) // hosts
-    host_available = host_memory(devices) if most_on_host is None else most_on_host * len(devices) // hosts
+    host_available = host_memory(devices)
+    if most_on_host is not None:
+        host_available = most_on_host * len(devices) // hosts
     fits_host = one_host_bytes is None or host_available is None or one_host_bytes <= host_available
     # The state without padding and copies.
     logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in job.layout.leaves)
@@ -226,9 +229,14 @@ def refused_on_host(error: Exception) -> tuple[int, int] | None:
 
     >>> refused_on_host(RuntimeError("Ran out of memory in memory space host. Used 133.50G of 128.00G host."))
     (143344533504, 137438953472)
+    >>> refused_on_host(RuntimeError("Used 1.50T of 128.00G host."))
+    (1649267441664, 137438953472)
     """
-    found = re.search(r"Used ([\d.]+)G of ([\d.]+)G host", str(error))
-    return None if found is None else (int(float(found[1]) * GIB), int(float(found[2]) * GIB))
+    found = re.search(r"Used ([\d.]+)([GT]) of ([\d.]+)([GT]) host", str(error))
+    if found is None:
+        return None
+    units = {"G": GIB, "T": 1024 * GIB}
+    return int(float(found[1]) * units[found[2]]), int(float(found[3]) * units[found[4]])
 
 
 def schedule_page(request: Request, compiled: KeptProgram, costs: StepCosts, available: int) -> str | None:

@@ -40,9 +40,9 @@ def forward_bytes(model: ShardedGPT, rows: int, context: int) -> int:
 
 
 def _entry_bytes(model: ShardedGPT, rows: int, context: int) -> int:
-    """Bytes per device of the entry of the stack that computes, and of what XLA computes of others at the same time.
+    """Bytes per device of the entry of the stack that runs, and of projections that XLA for TPU recomputes early.
 
-    Layers of an iteration recompute from their inputs alone, so XLA for TPU has their projections before it needs them.
+    The layers of an iteration recompute from their stored inputs, in any order, so their projections exist together.
     """
     one = model.config.period * _layer_bytes(model, rows, context)
     ahead = _layers_at_once(model) - 1
@@ -312,6 +312,7 @@ def _seconds_until_stored(
 
 
 def _mlp_kinds_on_host(model: ShardedGPT) -> list[str]:
+    """The products that begin an MLP, as far as they are stored in the host's memory."""
     return [kind for kind in kinds_on_host(model) if kind in (MLP_IN, MLP_GATE)]
 
 

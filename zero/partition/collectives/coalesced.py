@@ -94,12 +94,9 @@ def scatter_sum_arrays(
     groups = list(_coalesce(full, leaves, is_quantized=is_quantized))
     is_ordered = (axis.exchanges or axis.orders_scatters) and all(len(leaf.moves) <= 1 for leaf in leaves)
     if is_ordered:
-        # Where SparseCores gather the last of equal leaves is first, else the first one: on a v4-32 a gather would wait
-        # for the exchange of a layer's largest leaf (benchmarks/measured/hidden-gathers.md).
-        sizes = {i: math.prod(leaves[i].shape) for members in groups for i in members}
-        groups.sort(
-            key=lambda members: (sum(sizes[i] for i in members), members if axis.small_first else []), reverse=True
-        )
+        if axis.small_first:  # the last of equal leaves first; elsewhere a gather would wait for their exchanges
+            groups.reverse()  # (benchmarks/measured/hidden-gathers.md)
+        groups.sort(key=lambda members: sum(math.prod(leaves[i].shape) for i in members), reverse=True)
     arrays: list[jax.Array] = []
     steps: list[list[Step]] = []
     for members in groups:
