@@ -252,6 +252,8 @@ NARROW_LLAMA = {"embedding_dim": 1024, "num_head": 8, "kv_heads": 2, "mlp_dim": 
     ("size", "changes", "batch", "remat", "rates", "compiled"),
     [
         ("mistral_7b", {}, (6, 8192), "attention", V6E, 0.0),
+        ("mistral_7b", {}, (6, 8192), "mlp_in+attention", V6E, 0.7095),
+        ("llama3_70b", {}, (2, 8192), "mlp_in+attention", V6E, 1.0431),
         ("mistral_7b", NARROW_MISTRAL, (6, 8192), "full", V6E, 0.0),
         ("mistral_7b", NARROW_MISTRAL, (6, 8192), "mlp_in+attention", V6E, 0.0964),
         ("mistral_7b", NARROW_MISTRAL, (6, 8192), "mlp+attention", V6E, 0.2027),
