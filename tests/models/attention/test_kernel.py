@@ -60,7 +60,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "four groups": (Form(has_alibi=True), STARTS, 4, 128, 256, 256),
     "two chunks of two blocks": (Form(has_alibi=True), jnp.repeat(STARTS, 2, axis=1), 2, 128, 512, 256),
     "window inside a block": (Form(window=3), None, 4, 128, 384, 128),
-    "window over two chunks, with a cap": (Form(window=300, cap=1.5), None, 2, 128, 768, 128),
+    "window over two chunks, with a cap": (Form(window=200, cap=1.5), None, 2, 128, 512, 128),
     "window over chunks of two blocks": (Form(window=257), jnp.repeat(STARTS, 4, axis=1), 1, 128, 1024, 256),
     "tiles of half a block": (Form(window=400, cap=2.0), jnp.repeat(STARTS, 4, axis=1), 2, 128, 1024, 512),
 }
