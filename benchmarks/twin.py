@@ -71,6 +71,15 @@ class Row(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
+DENSE_LM = Row(
+    "dense_lm_137b",
+    "v3-128",
+    1,
+    1024,
+    tensor_shards=8,
+    optimizer="adafactor",
+    keys=("zero.gradient_dtype=bfloat16",),
+)
 ROWS = {
     f"1.1b-{topology}{more}": Row("1_1b", topology, rows, 1024)
     for topology in ("v3-32", "v4-32", "v5e-16")
@@ -82,15 +91,8 @@ ROWS = {
     "mistral-v5e-16": Row("mistral_7b", "v5e-16", 2, 2048),
     "mixtral-v4-64": Row("mixtral_8x7b", "v4-64", 2, 2048, capacity=1.25, expert_shards=8),
     "mixtral-v4-64-1": Row("mixtral_8x7b", "v4-64", 1, 2048, capacity=1.25, expert_shards=8),
-    "137b-v3-128": Row(
-        "dense_lm_137b",
-        "v3-128",
-        1,
-        1024,
-        tensor_shards=8,
-        optimizer="adafactor",
-        keys=("zero.gradient_dtype=bfloat16",),
-    ),
+    "137b-v3-128": DENSE_LM,
+    "137b-v3-128-torus": DENSE_LM._replace(tensor_shards=16, keys=(*DENSE_LM.keys, "zero.phases=torus")),
 }
 # Of a layer's matrices with tensor groups, (layers, in, out), by the name of their module.
 TO_PARTS, FROM_PARTS = (None, "fsdp", "tensor"), (None, "tensor", "fsdp")
