@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from zero.commands.cli import composed
 from zero.commands.modes import typed
-from zero.costs.compiler import compiler_options
 from zero.costs.predict import predict
 from zero.costs.topology import find_devices, prepare_environment
 from zero.hosts.speeds import SPEEDS
@@ -29,7 +28,7 @@ from zero.job.job import make_job, place_model
 from zero.job.sizes import load_sizes
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
-from zero.planning.compile import step_arguments
+from zero.planning.compile import options_of, step_arguments
 from zero.planning.config import Request
 from zero.training.flops import model_flops
 
@@ -210,7 +209,7 @@ def text_of(request: Request, file: Path | None) -> str:
     devices = find_devices(request.config.plan.topology)
     job = make_job(request.config, place_model(request.config, request.size, devices, request.rows))
     lowered = job.programs.step.lower(*step_arguments(job, request.rows, request.config.data.max_context))
-    text: str = lowered.compile(compiler_options(devices, request.config.zero.overlap_gathers)).as_text()
+    text: str = lowered.compile(options_of(request.config.zero, devices)).as_text()
     if file is not None:
         file.write_text(text)
     return text

@@ -31,7 +31,7 @@ from benchmarks.recipe_sources import REPOSITORY, with_part
 from benchmarks.recipes import Digests, digest, prediction, what_changed
 from zero.commands.cli import composed
 from zero.commands.modes import typed
-from zero.costs.compiler import Compiler, compiler_options
+from zero.costs.compiler import Compiler
 from zero.costs.hlo import computations
 from zero.costs.live_arrays import LiveArrays, read_live_arrays
 from zero.costs.predict import Prediction, predict
@@ -44,7 +44,7 @@ from zero.job.step_costs import compile_programs, costs_of
 from zero.models.config import GPTConfig
 from zero.models.families import FAMILIES
 from zero.models.stack import kinds_of, movable_kinds
-from zero.planning.compile import compiler_of, step_arguments
+from zero.planning.compile import compiler_of, options_of, step_arguments
 from zero.planning.config import Request
 from zero.training.activations import (
     Choice,
@@ -281,7 +281,7 @@ def row_of(name: str) -> Row | None:
     request, devices, _, job, arguments = step_of(recipe)
     speed = SPEEDS[devices[0].device_kind]
     lowered = job.programs.step.lower(*arguments)
-    options = compiler_options(devices, request.config.zero.overlap_gathers)
+    options = options_of(request.config.zero, devices)
     programs = digest([lowered.as_text(), json.dumps(options, sort_keys=True)])
     digests = Digests(programs, f"libtpu {version('libtpu')}", prediction())
     before = load_rows().get(name)
@@ -320,7 +320,7 @@ def print_schedule(name: str, keys: Sequence[str], xla: Mapping[str, bool | int]
     """
     recipe = RECIPES[name]
     request, devices, _, job, arguments = step_of(dataclasses.replace(recipe, keys=(*recipe.keys, *keys)))
-    options = {**(compiler_options(devices, request.config.zero.overlap_gathers) or {}), **xla}
+    options = {**(options_of(request.config.zero, devices) or {}), **xla}
     scheduled = Compiler(devices, options).compile(job.programs.step, *arguments, whole=False)
     predicted = predict(scheduled.as_text(), devices, is_whole=scheduled.is_whole)
     assert predicted is not None, f"zero has no rates for {devices[0].device_kind}"

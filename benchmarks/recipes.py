@@ -31,7 +31,6 @@ import zero.hosts.speeds
 import zero.hosts.torus
 from benchmarks.recipe_sources import PAGE, REPOSITORY, load_runs, with_part
 from zero.commands.cli import compose
-from zero.costs.compiler import compiler_options
 from zero.costs.topology import find_devices, prepare_environment
 from zero.job.job import make_job, place_model, steps_per_row
 from zero.models.config import GPTConfig
@@ -39,6 +38,7 @@ from zero.planning.compile import (
     compile_step,
     evaluation_arguments,
     highest_peak,
+    options_of,
     row_tokens,
     step_arguments,
 )
@@ -135,7 +135,7 @@ def digests(request: Request) -> Digests:
     job = make_job(config, place_model(config, request.size, devices, request.rows))
     step = job.programs.step.lower(*step_arguments(job, request.rows, row_tokens(request)))
     evaluation = job.programs.evaluate.lower(*evaluation_arguments(job, request))
-    options = json.dumps(compiler_options(devices, config.zero.overlap_gathers), sort_keys=True)
+    options = json.dumps(options_of(config.zero, devices), sort_keys=True)
     programs = digest([step.as_text(), evaluation.as_text(), options])
     return Digests(programs, f"libtpu {version('libtpu')}", prediction())
 

@@ -31,7 +31,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero.commands.cli import composed
 from zero.commands.modes import typed
-from zero.costs.compiler import compiler_options
 from zero.costs.predict import Prediction, predict
 from zero.costs.topology import find_devices, out_of_memory, prepare_environment
 from zero.hosts.speeds import SPEEDS
@@ -46,7 +45,7 @@ from zero.models.gpt import GPT
 from zero.models.positions import rotary
 from zero.partition.layout import LeafLayout
 from zero.partition.model_parallel import ExpertParallel
-from zero.planning.compile import step_arguments
+from zero.planning.compile import options_of, step_arguments
 from zero.training.batch import next_tokens
 from zero.training.flops import model_flops
 from zero.training.optimizers.optimizer import decayed
@@ -225,7 +224,7 @@ def measure(name: str, row: Row, texts: Path | None) -> str:
     ]
     config: Any = typed(composed(["mode=plan", *keys]))
     job = make_job(config, place_model(config, size, devices, row.rows))
-    options: dict[str, Any] = dict(compiler_options(devices, config.zero.overlap_gathers) or {})
+    options: dict[str, Any] = dict(options_of(config.zero, devices) or {})
     of_twin = options | {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
     without_vmem = {name: value for name, value in of_twin.items() if name != VMEM}
     options_of_twin = [of_twin] if of_twin == without_vmem else [of_twin, without_vmem]

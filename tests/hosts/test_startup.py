@@ -42,7 +42,9 @@ def test_options_know_the_hosts_that_joined(monkeypatch: pytest.MonkeyPatch) -> 
     """How many chips a job has decides which collectives the compiler may run beside computation."""
     given: list[int] = []
     monkeypatch.setattr(startup, "processes_that_joined", lambda: 5)
-    monkeypatch.setattr(startup.xla_options, "set_before_start", lambda overlap, extra, hosts: given.append(hosts))
+    monkeypatch.setattr(
+        startup.xla_options, "set_before_start", lambda overlap, extra, hosts, in_groups: given.append(hosts)
+    )
     monkeypatch.setattr(startup.watchdog, "start", lambda *minutes: None)
     monkeypatch.setattr(startup, "use_cpu_devices", lambda count: None)
     monkeypatch.setattr(startup.jax.config, "update", lambda name, value: None)

@@ -9,12 +9,14 @@ import pytest
 
 from zero.hosts import xla_options
 from zero.hosts.xla_options import (
-    OVERLAP_IN_TORUS,
+    EXCHANGES_ON_SPARSECORES,
+    HOST_LINK,
     OVERLAP_ON_GPU,
     OVERLAP_ON_SPARSECORES,
     OVERLAP_ON_TPU,
     QUEUE,
     SCATTER_LATENCY,
+    TRUE_GATHERS,
     set_before_start,
 )
 
@@ -47,11 +49,11 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("device", "overlaps", "vmem_kib"),
     [
-        ("0x005e", OVERLAP_IN_TORUS, None),
-        ("0x0062", OVERLAP_IN_TORUS, 32768),
+        ("0x005e", (TRUE_GATHERS,), None),
+        ("0x0062", (TRUE_GATHERS,), 32768),
         ("0x0063", (), 32768),
-        ("0x006f", OVERLAP_ON_SPARSECORES, 65536),
-        ("0x0076", OVERLAP_ON_SPARSECORES + OVERLAP_IN_TORUS, 65536),
+        ("0x006f", (*OVERLAP_ON_SPARSECORES, TRUE_GATHERS, QUEUE), 65536),
+        ("0x0076", (*OVERLAP_ON_SPARSECORES, TRUE_GATHERS), 65536),
         (None, (), None),
     ],
     ids=["v4", "v5p", "v5e", "v6e", "TPU7x", "no TPU"],
@@ -95,17 +97,28 @@ def test_exchanges_of_many_chips(
     assert f"{EXCHANGE}={str(overlaps).lower()}" in os.environ["LIBTPU_INIT_ARGS"]
 
 
-@pytest.mark.parametrize(("hosts", "slices", "queues"), [(16, None, False), (32, "1", True), (32, "2", False)])
-def test_queue_of_many_chips(
-    hosts: int, slices: str | None, queues: bool, pci: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("hosts", "slices", "in_groups", "offloads"),
+    [
+        (1, None, False, False),
+        (2, None, False, True),
+        (2, None, True, False),
+        (8, "1", False, True),
+        (8, "4", False, True),
+        (32, "1", False, False),
+    ],
+)
+def test_exchanges_on_sparsecores(
+    hosts: int, slices: str | None, in_groups: bool, offloads: bool, pci: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a v6e slice of 256 chips, here 8 of each host, transfers of SparseCores queue."""
+    """On v6e slices of 4x4 and 8x8 chips, here 8 of each host, whose scatters alone are all-to-alls."""
     if slices is not None:
         monkeypatch.setenv("MEGASCALE_NUM_SLICES", slices)
     find_chips(pci, "0x006f")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    set_before_start(True, "tpu", hosts)
-    assert (f"--{QUEUE}=true" in os.environ["LIBTPU_INIT_ARGS"].split()) == queues
+    set_before_start(True, "tpu", hosts, in_groups)
+    names = {option.partition("=")[0] for option in os.environ["LIBTPU_INIT_ARGS"].split()}
+    assert {f"--{name}" in names for name in (EXCHANGES_ON_SPARSECORES, HOST_LINK)} == {offloads}
 
 
 def test_slices_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,7 @@ def start(
     start_minutes: float | None,
     stall_minutes: float | None,
     overlap_gathers: bool,
+    in_groups: bool = True,
 ) -> tuple[int, int]:
     """Joins the other hosts, if there are any, and initializes the devices.
 
@@ -141,7 +142,8 @@ def start(
     The only process of a GPU node has all of its GPUs; of several processes on a node each has one.
 
     Without an accelerator there are `cpu_devices` virtual CPU devices per host (`zero.use_cpu_devices`).
-    `overlap_gathers` runs collectives beside computation (`zero.hosts.xla_options`).
+    `overlap_gathers` runs collectives beside computation, in training without groups more of them: `in_groups` is
+    false there (`zero.hosts.xla_options`).
 
     Returns:
       The index of this process and the number of processes.
@@ -181,7 +183,7 @@ def start(
                 f"distributed.coordinator_address={coordinator_address}: {str(error).splitlines()[0]}; {remedy}"
             ) from error
     use_cpu_devices(cpu_devices)
-    xla_options.set_before_start(overlap_gathers, accelerator(), processes_that_joined())
+    xla_options.set_before_start(overlap_gathers, accelerator(), processes_that_joined(), in_groups)
     if jax.distributed.is_initialized() and jax.process_count() > 1 and jax.default_backend() == "cpu":
         # docs/decisions/virtual-devices.md, "Several hosts"
         jax.config.update("jax_enable_compilation_cache", False)

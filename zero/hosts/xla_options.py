@@ -26,15 +26,22 @@ OVERLAP_ON_SPARSECORES = (
 # and starts them so late that the end of a layer waits. Source: benchmarks/measured/hidden-gathers.md
 SCATTER_LATENCY = "xla_tpu_sparse_core_reduce_scatter_latency_multiplier"
 SCATTERS_TAKE = {"TPU v6 lite": 4}
-# The scheduler lets transfers of SparseCores queue, so that more of them run beside products. Only on slices whose
-# scatters are over lines (`scattering_axis`): on smaller ones the TensorCore's small gathers wait for the queue. The
-# number is the fewest chips. Source: benchmarks/measured/hidden-gathers.md
+# Without it XLA turns more gathers into all-reduces, which send twice the bytes: over large slices with three
+# dimensions, and of narrow leaves on a v6e, where the TensorCore runs them. Gathers fused into products would hide the
+# rest, but libtpu from 0.0.44 on refuses them on v4 and v5p: they may give wrong results.
+TRUE_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
+# The scheduler lets transfers of SparseCores queue, so that more of them run beside products.
+# Source: benchmarks/measured/hidden-gathers.md
 QUEUE = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs"
-QUEUES_FROM = {"TPU v6 lite": 256}
-# Without it XLA turns more gathers over large slices into all-reduces, which send twice the bytes and beside which,
-# without SparseCores, nothing runs. Gathers fused into products would hide the rest, but libtpu from 0.0.44 on refuses
-# them on v4 and v5p: they may give wrong results.
-OVERLAP_IN_TORUS = ("xla_tpu_prefer_async_allgather_to_allreduce",)
+QUEUES = ("TPU v6 lite",)
+# SparseCores run all-to-alls whose parts are in the first dimension, as those of gradients are
+# (zero/partition/collectives/arrays.py); another one ends the compilation. For slices whose scatters are all-to-alls,
+# by their chips.
+EXCHANGES_ON_SPARSECORES = "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all"
+EXCHANGED_OVER = {"TPU v6 lite": (16, 64)}
+# There the scheduler starts loads from the host's memory so late that the end of a layer waits for them, unless it
+# expects a far slower link. Of 0.0003 to 0.003 the best. Source: benchmarks/measured/hidden-gathers.md
+HOST_LINK, EXPECTED_LINK = "xla_tpu_pcie_bandwidth_multiplier", 0.0007
 VMEM = "xla_tpu_scoped_vmem_limit_kib"  # of one fusion
 # Bytes of the stacks of libtpu's threads. The compiler overflows its default (64 KiB, by the addresses of its trace)
 # where products are fused into products of products: it estimates their cost by recursion (libtpu 0.0.42).
@@ -68,16 +75,6 @@ def overlaps_exchanges(device_kind: str | None, chips: int) -> bool:
     return chips <= MOST_CHIPS.get(device_kind or "", chips)
 
 
-def queues_transfers(device_kind: str | None, chips: int) -> bool:
-    """Whether transfers of SparseCores queue on a slice of this many chips.
-
-    >>> queues_transfers("TPU v6 lite", 256), queues_transfers("TPU v6 lite", 128), queues_transfers("TPU v4", 256)
-    (True, False, False)
-    """
-    fewest = QUEUES_FROM.get(device_kind or "")
-    return fewest is not None and chips >= fewest
-
-
 def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[str, bool | int]:
     """Options for slices of this many chips of a TPU kind, as jax names it; None for an unknown kind.
 
@@ -88,11 +85,11 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     names: tuple[str, ...] = OVERLAP_ON_TPU
     if speed is not None and speed.offloads:
         names += OVERLAP_ON_SPARSECORES
-    if speed is not None and speed.dims == 3:
-        names += OVERLAP_IN_TORUS
+    if device_kind in QUEUES or (speed is not None and speed.dims == 3):
+        names += (TRUE_GATHERS,)
+    if device_kind in QUEUES:
+        names += (QUEUE,)
     options: dict[str, bool | int] = dict.fromkeys(names, overlap_gathers)
-    if queues_transfers(device_kind, chips):
-        options[QUEUE] = overlap_gathers
     if overlap_gathers and device_kind in SCATTERS_TAKE:
         options[SCATTER_LATENCY] = SCATTERS_TAKE[device_kind]
     options[EXCHANGES] = overlap_gathers and overlaps_exchanges(device_kind, chips)
@@ -101,24 +98,39 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     return options
 
 
+def without_groups(device_kind: str | None, chips: int) -> dict[str, bool | float]:
+    """Further options of a training run with `overlap_gathers` that has no tensor, context or expert groups.
+
+    >>> list(without_groups("TPU v6 lite", 64)) == [EXCHANGES_ON_SPARSECORES, HOST_LINK]
+    True
+    >>> without_groups("TPU v6 lite", 256), without_groups("TPU v4", 64)
+    ({}, {})
+    """
+    if chips not in EXCHANGED_OVER.get(device_kind or "", ()):
+        return {}
+    return {EXCHANGES_ON_SPARSECORES: True, HOST_LINK: EXPECTED_LINK}
+
+
 def enlarge_stacks() -> None:
     """Gives the threads of libtpu's compiler, which has to start after this, stacks that no program overflows."""
     _append("LIBTPU_INIT_ARGS", STACKS)
 
 
-def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1) -> None:
+def set_before_start(overlap_gathers: bool, extra: str | None, hosts: int = 1, in_groups: bool = True) -> None:
     """Sets the options for TPU, and for NVIDIA's GPUs; a value that is set already stays.
 
     `extra` is what `startup.accelerator` returns: "cuda12" for any of NVIDIA's GPUs. `hosts` are those of the job, each
-    with as many chips as this machine.
+    with as many chips as this machine. `in_groups` is false if a training run has no groups (`without_groups`).
 
     XLA reads the environment variables LIBTPU_INIT_ARGS and XLA_FLAGS when it starts.
     """
     kind, chips = _tpus_of_this_machine()
     chips *= hosts
-    if not overlaps_exchanges(kind, chips) or queues_transfers(kind, chips):
+    if kind in MOST_CHIPS or kind in EXCHANGED_OVER:
         chips //= _slices_of_the_job()
     _append("LIBTPU_INIT_ARGS", for_tpu(kind, chips, overlap_gathers))
+    if overlap_gathers and not in_groups:
+        _append("LIBTPU_INIT_ARGS", without_groups(kind, chips))
     enlarge_stacks()
     if extra == "cuda12":
         _append("XLA_FLAGS", dict.fromkeys(OVERLAP_ON_GPU, overlap_gathers))
@@ -148,7 +160,7 @@ def _tpus_of_this_machine() -> tuple[str | None, int]:
     return kinds[0], len(kinds)
 
 
-def _append(variable: str, options: Mapping[str, bool | int]) -> None:
+def _append(variable: str, options: Mapping[str, bool | float]) -> None:
     """Appends the options that an environment variable does not set yet."""
     flags = os.environ.get(variable, "")
     names = {option.partition("=")[0] for option in flags.split()}

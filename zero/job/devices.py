@@ -138,6 +138,11 @@ class DeviceKeys(GroupKeys):
         in_scores=True,
     )
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether devices share sequences or experts."""
+        return max(self.tensor_shards, self.context_shards, self.expert_shards) > 1
+
     def copy_mistakes(self) -> Mistakes:
         """Contradictions between copies of the state and other keys."""
         if self.phases == "torus" and (self.replicas or 1) > 1:

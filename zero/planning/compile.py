@@ -25,7 +25,9 @@ from zero.costs.rates import RATES
 from zero.costs.source_lines import SourceLines
 from zero.costs.topology import available_bytes, find_devices, out_of_memory, slices_of
 from zero.hosts.speeds import GIB, SPEEDS, Speed, host_memory
+from zero.hosts.xla_options import without_groups
 from zero.inference.generate import bucket
+from zero.job.devices import DeviceKeys
 from zero.job.job import Job, make_job, place_model
 from zero.job.step_costs import StepCosts, compile_programs, costs_of, device_peak, traced
 from zero.partition.layout import make_grouped_layout
@@ -60,7 +62,17 @@ def compiler_of(request: Request, devices: list[Any]) -> Compiler:
     """The compiler of a request's programs, which are kept in `distributed.compilation_cache`."""
     directory = request.config.distributed.compilation_cache
     kept = None if directory is None else Path(directory).expanduser() / "plans"
-    return Compiler(devices, compiler_options(devices, request.config.zero.overlap_gathers), kept)
+    return Compiler(devices, options_of(request.config.zero, devices), kept)
+
+
+def options_of(zero: DeviceKeys, devices: list[Any]) -> dict[str, Any] | None:
+    """The compiler options that a training run sets for its process; None if the devices are no TPUs."""
+    options = compiler_options(devices, zero.overlap_gathers)
+    if options is None or not zero.overlap_gathers or zero.in_groups:
+        return options
+    kind = devices[0].device_kind
+    chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
+    return {**options, **without_groups(kind, chips)}
 
 
 def outline(request: Request) -> Row:

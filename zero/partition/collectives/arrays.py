@@ -235,8 +235,7 @@ def _gather_quantized(x: jax.Array, move: AllGather, axis: Axis) -> jax.Array:
 
 def _scatter_sum_quantized(x: jax.Array, move: AllGather, axis: Axis, reduce: np.dtype) -> jax.Array:
     groups = axis.groups(move.over, move.apart)
-    dim = move.dim
-    shards = jnp.moveaxis(x.reshape(*x.shape[:dim], move.over, -1, *x.shape[dim + 1 :]), dim, 0)
+    shards = _parts(x, move.dim, move.over)
     values, scale = (
         lax.all_to_all(part, axis.name, 0, 0, tiled=True, axis_index_groups=groups) for part in to_int8(shards)
     )
@@ -255,9 +254,13 @@ def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int
         return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     # Without the barrier XLA for TPU computes a gradient in the order of its parts, from copies of activations.
     x = lax.optimization_barrier(x)
-    received = lax.all_to_all(x, axis.name, dim, dim, tiled=True, axis_index_groups=groups)
-    shape = (*x.shape[:dim], over, x.shape[dim] // over, *x.shape[dim + 1 :])
-    return received.reshape(shape).astype(reduce).sum(dim)
+    received = lax.all_to_all(_parts(x, dim, over), axis.name, 0, 0, axis_index_groups=groups)
+    return received.astype(reduce).sum(0)
+
+
+def _parts(x: jax.Array, dim: int, over: int) -> jax.Array:
+    """What each device of a group is sent, in the first dimension: SparseCores exchange no other one."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], over, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
 def pad_array(x: jax.Array, dim: int, amount: int) -> jax.Array:
