@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import zero
 from zero.commands.cli import compose
 from zero.costs.topology import find_devices, prepare_environment
-from zero.hosts.xla_options import for_tpu
+from zero.hosts.xla_options import for_tpu, without_groups
 from zero.planning.compile import compile_step
 from zero.planning.config import Request
 from zero.planning.table import verdict
@@ -35,11 +36,31 @@ def test_exchanges_beside_products(topology: str) -> None:
     assert ("all-to-all-start" in text) == (len(devices) <= 16)
 
 
+@pytest.mark.parametrize("shape", [(768, 12, 64), (12, 64, 768), (50257, 768)])
+def test_gradients_travel_on_sparsecores(shape: tuple[int, ...]) -> None:
+    """Whichever dimension of a leaf is split: libtpu ends where the parts of an all-to-all are not the first one."""
+    prepare_environment("v6e-16")
+    devices = find_devices("v6e-16")
+    axis = zero.Axis("batch", (1, 16), exchanges=True)
+    layout = zero.make_layout({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, 16)
+
+    def scatter(tree: Any) -> Any:
+        return zero.scatter_sum(jax.tree.map(lambda x: 2 * x, tree), layout, axis)
+
+    lowered = jax.pmap(scatter, "batch", devices=devices).lower({"w": jax.ShapeDtypeStruct((16, *shape), jnp.float32)})
+    options: Any = for_tpu("TPU v6 lite", 16, overlap_gathers=True) | without_groups("TPU v6 lite", 16)
+    assert 'async_execution_thread="sparsecore"' in lowered.compile(options).as_text()
+
+
 @pytest.mark.parametrize(
     ("topology", "keys"),
     [
         *(pytest.param(name, (), marks=pytest.mark.wide) for name in ("v5e:4x8", "v6e-64", "2xv5e-16")),
         pytest.param("v5e-64", ("zero.context_shards=4",), marks=pytest.mark.wide),
+        pytest.param("v6e-16", ("zero.context_shards=4",), marks=pytest.mark.wide),
+        pytest.param(
+            "v6e-16", ("model.override.embedding_dim=780", "model.override.num_head=12"), marks=pytest.mark.wide
+        ),
         pytest.param("2xv5e-16", ("zero.replicas=1",), marks=pytest.mark.wide),
         *(pytest.param(name, (), marks=pytest.mark.slow) for name in SLICES),
     ],
