@@ -91,7 +91,7 @@ ROWS = {
     "mixtral-v4-64": Row("mixtral_8x7b", "v4-64", 2, 2048, capacity=1.25, expert_shards=8),
     "mixtral-v4-64-1": Row("mixtral_8x7b", "v4-64", 1, 2048, capacity=1.25, expert_shards=8),
     "137b-v3-128": DENSE_LM,
-    "137b-v3-128-torus": DENSE_LM._replace(tensor_shards=16, keys=(*DENSE_LM.keys, "zero.phases=torus")),
+    "137b-v3-128-torus": DENSE_LM._replace(rows=2, tensor_shards=16, keys=(*DENSE_LM.keys, "zero.phases=torus")),
 }
 # Of a layer's matrices with tensor groups, (layers, in, out), by the name of their module.
 TO_PARTS, FROM_PARTS = (None, "fsdp", "tensor"), (None, "tensor", "fsdp")
