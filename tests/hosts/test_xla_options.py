@@ -10,6 +10,7 @@ import pytest
 from zero.hosts import xla_options
 from zero.hosts.xla_options import (
     EXCHANGES_ON_SPARSECORES,
+    GATHERS_ON_SPARSECORES,
     HOST_LINK,
     OVERLAP_ON_GPU,
     OVERLAP_ON_SPARSECORES,
@@ -50,7 +51,7 @@ def test_overlap_can_be_overridden(before: str, after: str, monkeypatch: pytest.
     ("device", "overlaps", "vmem_kib"),
     [
         ("0x005e", (TRUE_GATHERS,), None),
-        ("0x0062", (TRUE_GATHERS,), 32768),
+        ("0x0062", (*GATHERS_ON_SPARSECORES["TPU v5"], TRUE_GATHERS), 32768),
         ("0x0063", (), 32768),
         ("0x006f", (*OVERLAP_ON_SPARSECORES, TRUE_GATHERS, QUEUE), 65536),
         ("0x0076", (*OVERLAP_ON_SPARSECORES, TRUE_GATHERS), 65536),

@@ -11,8 +11,8 @@ from zero.hosts.speeds import SPEEDS
 
 log = logging.getLogger(__name__)
 
-# Gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters. Other generations with
-# SparseCores would wait for gathers. Source: docs/decisions/collectives.md
+# Gathers and all-to-alls run beside computation; on SparseCores gathers and reduce-scatters.
+# Source: docs/decisions/collectives.md
 GATHERS, EXCHANGES = "xla_enable_async_all_gather", "xla_tpu_enable_async_all_to_all"
 OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
 # The most chips of a slice whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI"
@@ -22,6 +22,15 @@ OVERLAP_ON_SPARSECORES = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
 )
+# SparseCores of a v5p run gathers alone, for both TensorCores of a chip, with the options of Google's recipe for
+# DeepSeek-V3. Source: AI-Hypercomputer/tpu-recipes, training/v5p/DeepSeek3-671B-MaxText
+GATHERS_ON_SPARSECORES = {
+    "TPU v5": (
+        OVERLAP_ON_SPARSECORES[0],
+        "xla_tpu_use_tc_device_shape_on_sc",
+        "xla_sc_disable_megacore_partitioning",
+    )
+}
 # The scheduler expects reduce-scatters of SparseCores to take a fraction of the time that their bytes are on the links,
 # and starts them so late that the end of a layer waits. Source: benchmarks/measured/hidden-gathers.md
 SCATTER_LATENCY = "xla_tpu_sparse_core_reduce_scatter_latency_multiplier"
@@ -85,6 +94,7 @@ def for_tpu(device_kind: str | None, chips: int, overlap_gathers: bool) -> dict[
     names: tuple[str, ...] = OVERLAP_ON_TPU
     if speed is not None and speed.offloads:
         names += OVERLAP_ON_SPARSECORES
+    names += GATHERS_ON_SPARSECORES.get(device_kind or "", ())
     if device_kind in QUEUES or (speed is not None and speed.dims == 3):
         names += (TRUE_GATHERS,)
     if device_kind in QUEUES:
