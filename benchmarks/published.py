@@ -199,7 +199,7 @@ RECIPES = {
     ),
     "gpt3-175b-v5p-1024": Recipe(f"{V5P}/GPT3-175B-MaxText", "v5p:8x8x8", "gpt2", 4, 2048, 22.197, INT8, GPT3_175B),
     "deepseek3-671b-v5p-1024": Recipe(
-        f"{V5P}/DeepSeek3-671B-MaxText", "v5p:8x8x8", "deepseek_v3", 6, 8192, 90.668, EXPERT_GROUPS, DEEPSEEK_V3
+        f"{V5P}/DeepSeek3-671B-MaxText", "v5p:8x8x8", "deepseek_v3", 6, 8192, 90.668, NARROW_GRADIENTS, DEEPSEEK_V3
     ),
     "deepseek3-671b-tpu7x-128": Recipe(
         f"{IRONWOOD}/deepseek3-671b", "tpu7x:4x4x8", "deepseek_v3", 16, 4096, 27.02, NARROW_GRADIENTS, DEEPSEEK_V3
