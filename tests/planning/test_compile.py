@@ -1,5 +1,6 @@
 """The compiler for TPU takes a step on slices of every generation, small ones and large ones."""
 
+import os
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ from jax import lax
 import zero
 from zero.commands.cli import compose
 from zero.costs.topology import find_devices, prepare_environment
+from zero.hosts import xla_options
 from zero.hosts.xla_options import for_tpu, without_groups
-from zero.planning.compile import compile_step
+from zero.planning.compile import compile_step, options_of
 from zero.planning.config import Request
 from zero.planning.table import verdict
 
@@ -34,6 +36,21 @@ def test_exchanges_beside_products(topology: str) -> None:
     lowered = jax.pmap(layers, axis_name="shards", devices=devices).lower(shape)
     text = lowered.compile(for_tpu(devices[0].device_kind, len(devices), overlap_gathers=True)).as_text()
     assert ("all-to-all-start" in text) == (len(devices) <= 16)
+
+
+@pytest.mark.parametrize("key", ["zero.stage=3", "zero.context_shards=4", "zero.overlap_gathers=false"])
+def test_a_plan_has_the_options_of_a_run(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slice whose options depend on its chips and on the groups of the run."""
+    monkeypatch.setattr(xla_options, "_tpus_of_this_machine", lambda: ("TPU v6 lite", 8))
+    monkeypatch.setattr(xla_options, "_slices_of_the_job", lambda: 1)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    config, _ = compose(["mode=plan", "plan.topology=v6e-16", "model.size=bytes", key])
+    xla_options.set_before_start(config.zero.overlap_gathers, "tpu", 2, config.zero.in_groups)
+    of_plan = options_of(config.zero, find_devices("v6e-16"))
+    assert of_plan is not None
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [
+        f"--{name}={str(value).lower()}" for name, value in (of_plan | xla_options.STACKS).items()
+    ]
 
 
 @pytest.mark.parametrize("shape", [(768, 12, 64), (12, 64, 768), (50257, 768)])
