@@ -256,6 +256,15 @@ def quiet(*_: Any) -> Iterator[Callable[..., None]]:
     yield lambda metrics: None
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_run_says_whether_it_has_groups(shards: int, tmp_path: Path) -> None:
+    """All-to-alls of groups would end the compilation with options of a run without them."""
+    config = checked_run(RUN | {"zero.context_shards": str(shards)})
+    with patch.object(startup, "start", side_effect=UserError("no devices")) as start, pytest.raises(UserError):
+        run_train.train(config, SIZES.chosen(config.model), tmp_path)
+    assert start.call_args.kwargs["in_groups"] == (shards > 1)
+
+
 WITHOUT = [key for key, row in ROWS.items() if row.shown_by in WITHOUT_A_RUN]
 IN_A_RUN = [key for key, row in ROWS.items() if row.shown_by == RUN_OF_SIX]
 
