@@ -310,7 +310,7 @@ def row_of(name: str) -> Row | None:
     )
 
 
-def print_schedule(name: str, keys: Sequence[str], xla: Mapping[str, bool | int]) -> None:
+def print_schedule(name: str, keys: Sequence[str], xla: Mapping[str, bool | float]) -> None:
     """Compiles the step of a recipe as far as the schedule, and prints its figures, its longest waits and its peak.
 
     Args:

@@ -18,15 +18,13 @@ OVERLAP_ON_TPU = (GATHERS, EXCHANGES)
 # The most chips of a slice whose all-to-alls run beside computation: "Async all-to-all not supported on limited ICI"
 # ends a compilation for more (libtpu 0.0.42 and 0.0.52).
 MOST_CHIPS = {"TPU v5 lite": 16}
-OVERLAP_ON_SPARSECORES = (
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
-)
+SPARSECORES_GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+OVERLAP_ON_SPARSECORES = (SPARSECORES_GATHER, "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter")
 # SparseCores of a v5p run gathers alone, for both TensorCores of a chip, with the options of Google's recipe for
 # DeepSeek-V3. Source: AI-Hypercomputer/tpu-recipes, training/v5p/DeepSeek3-671B-MaxText
 GATHERS_ON_SPARSECORES = {
     "TPU v5": (
-        OVERLAP_ON_SPARSECORES[0],
+        SPARSECORES_GATHER,
         "xla_tpu_use_tc_device_shape_on_sc",
         "xla_sc_disable_megacore_partitioning",
     )

@@ -374,10 +374,16 @@ def hides_exchange(model: ShardedGPT, devices: Sequence[Any], rows: int, context
 
 def _exchange_runs_beside_products(devices: Sequence[Any], speed: Speed) -> bool:
     """A v5e slice of more than 16 chips overlaps no all-to-all, and SparseCores run the reduce-scatters of others."""
-    chips = len(devices) // slices_of(devices) // speed.devices
-    if not overlaps_exchanges(devices[0].device_kind, chips):
+    if not overlaps_exchanges(devices[0].device_kind, chips_of_slice(devices)):
         return False
     return _is_square(devices) or not speed.offloads
+
+
+def chips_of_slice(devices: Sequence[Any]) -> int:
+    """The chips of each of their TPU slices; of a kind without constants of its speed, one per device."""
+    kind = devices[0].device_kind
+    devices_of_chip = SPEEDS[kind].devices if kind in SPEEDS else 1
+    return len(devices) // slices_of(devices) // devices_of_chip
 
 
 def _is_square(devices: Sequence[Any]) -> bool:

@@ -27,7 +27,7 @@ from zero.costs.topology import available_bytes, find_devices, out_of_memory, sl
 from zero.hosts.speeds import GIB, SPEEDS, Speed, host_memory
 from zero.hosts.xla_options import without_groups
 from zero.inference.generate import bucket
-from zero.job.devices import DeviceKeys
+from zero.job.devices import DeviceKeys, chips_of_slice
 from zero.job.job import Job, make_job, place_model
 from zero.job.step_costs import StepCosts, compile_programs, costs_of, device_peak, traced
 from zero.partition.layout import make_grouped_layout
@@ -70,9 +70,7 @@ def options_of(zero: DeviceKeys, devices: list[Any]) -> dict[str, Any] | None:
     options = compiler_options(devices, zero.overlap_gathers)
     if options is None or not zero.overlap_gathers or zero.in_groups:
         return options
-    kind = devices[0].device_kind
-    chips = len(devices) // slices_of(devices) // (SPEEDS[kind].devices if kind in SPEEDS else 1)
-    return {**options, **without_groups(kind, chips)}
+    return {**options, **without_groups(devices[0].device_kind, chips_of_slice(devices))}
 
 
 def outline(request: Request) -> Row:

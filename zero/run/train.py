@@ -67,9 +67,11 @@ def train(config: TrainConfig, model_config: GPTConfig, run_directory: Path, pre
       KeyboardInterrupt: a signal arrived before there was anything to save.
     """
     began = startup.begin_run()
-    zero = config.zero
-    overlaps, in_groups = zero.overlap_gathers, zero.in_groups
-    _, hosts = startup.start(**asdict(config.distributed), overlap_gathers=overlaps, in_groups=in_groups)
+    _, hosts = startup.start(
+        **asdict(config.distributed),
+        overlap_gathers=config.zero.overlap_gathers,
+        in_groups=config.zero.in_groups,
+    )
     joined = join_run_directory(run_directory, config.resume)
     check_same_configuration(values_on_all_hosts(config), asdict(model_config))
     backend = jax.default_backend()

@@ -259,7 +259,10 @@ def _scatter_sum_phase(x: jax.Array, dim: int, axis: Axis, over: int, apart: int
 
 
 def _parts(x: jax.Array, dim: int, over: int) -> jax.Array:
-    """What each device of a group is sent, in the first dimension: SparseCores exchange no other one."""
+    """What each device of a group is sent, in the first dimension: SparseCores exchange no other one.
+
+    Per device: `(..., over * n, ...)` in, `(over, ..., n, ...)` out.
+    """
     return jnp.moveaxis(x.reshape(*x.shape[:dim], over, -1, *x.shape[dim + 1 :]), dim, 0)
 
 
